@@ -1,0 +1,76 @@
+"""Accelerator.clip_grad_norm_ over torch's foreach form, for 200 parameters."""
+
+from __future__ import annotations
+
+import importlib
+
+from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
+
+PARAMETERS = 200
+CALLS = 20
+TURNS = 60
+
+
+def measure(library: str) -> dict[str, float]:
+    from benchmarks.counts import Operations
+
+    torch.manual_seed(0)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(32, 32)) for _ in range(PARAMETERS)])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    own = None
+    if library != RAW:
+        accelerator = importlib.import_module(library).Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        own = accelerator.clip_grad_norm_
+    parameters = list(model.parameters())
+
+    def fill() -> None:
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, 1e-3 * index)
+
+    def ideal(times: int = CALLS) -> torch.Tensor:
+        for _ in range(times):
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        return norm
+
+    def by_library(times: int = CALLS) -> torch.Tensor:
+        if own is None:
+            return ideal(times)
+        for _ in range(times):
+            norm = own(parameters, 1.0)
+        return norm
+
+    fill()
+    norm = ideal(1)
+    clipped = [parameter.grad.clone() for parameter in parameters]
+    fill()
+    own_norm = by_library(1)
+    if norm.item() != float(own_norm) or not all(map(torch.equal, clipped, [each.grad for each in parameters])):
+        raise Wrong(f"norm {float(own_norm)} instead of {norm.item()}, or other gradients")
+    with Operations() as operations:
+        by_library(1)
+    with Operations() as ideal_operations:
+        ideal(1)
+    turns = take_turns(ideal, by_library, TURNS)
+    return {
+        "ratio": turns.ratio,
+        "us": turns.library_s / CALLS * 1e6,
+        "extra_us": (turns.library_s - turns.ideal_s) / CALLS * 1e6,
+        "operations": operations.aten - ideal_operations.aten,
+    }
+
+
+BENCHMARK = Benchmark(
+    "benchmarks.clipping",
+    f"clip_grad_norm_ of {PARAMETERS} parameters of 32x32",
+    [
+        Figure("over torch's foreach", "ratio", 1.01, 3),
+        Figure("us per call", "us", digits=1),
+        Figure("extra us per call", "extra_us", digits=1),
+        Figure("extra ATen operations", "operations", 0, 0),
+    ],
+    [Part("clip", measure)],
+)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

@@ -1,0 +1,57 @@
+"""A prepared DDP loop over one by hand, on 2 gloo ranks: AdamW, clipping, and `no_sync` while accumulating."""
+
+from __future__ import annotations
+
+from benchmarks.measure import Benchmark, Figure, Part, Wrong, main, take_turns
+
+RANKS = 2
+BATCHES = 30
+WIDTH = 256
+TURNS = 50
+
+
+def _measure(library: str, prefix: str, accumulation: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    from benchmarks.loops import prepared_loop, raw_loop, same_weights
+
+    shape = {"width": WIDTH, "adam": True, "ddp": True}
+    prepared = prepared_loop(library, BATCHES * RANKS, accumulation, **shape)
+    raw = raw_loop(BATCHES * RANKS, accumulation, **shape)
+    prepared.epoch()
+    raw.epoch()
+    if not same_weights(raw.model, prepared.model, 1e-5):
+        raise Wrong("the prepared loop and the loop by hand end with different weights")
+    turns = take_turns(raw.epoch, prepared.epoch, TURNS, before=dist.barrier)
+    return {
+        f"{prefix}_ratio": turns.ratio,
+        f"{prefix}_us": turns.library_s / BATCHES * 1e6,
+        f"{prefix}_extra_us": (turns.library_s - turns.ideal_s) / BATCHES * 1e6,
+    }
+
+
+def plain(library: str) -> dict[str, float]:
+    return _measure(library, "plain", 1)
+
+
+def accumulate4(library: str) -> dict[str, float]:
+    return _measure(library, "accumulate4", 4)
+
+
+def _figures(prefix: str, label: str) -> list[Figure]:
+    return [
+        Figure(f"{label}: time over the loop by hand", f"{prefix}_ratio", 1.03, 3),
+        Figure(f"{label}: us per step", f"{prefix}_us", digits=1),
+        Figure(f"{label}: extra us per step", f"{prefix}_extra_us", digits=1),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "benchmarks.ddp_step",
+    f"DDP loop on 2 gloo ranks: 16-{WIDTH}-1 MLP, AdamW, clipping, {BATCHES} batches of 8 per rank",
+    [*_figures("plain", "plain"), *_figures("accumulate4", "accumulate 4")],
+    [Part("plain", plain, ranks=RANKS), Part("accumulate4", accumulate4, ranks=RANKS)],
+)
+
+if __name__ == "__main__":
+    main(BENCHMARK)

@@ -1,0 +1,5 @@
+"""Hugging Face accelerate's names, by hasten."""
+
+from hasten import shadow
+
+shadow.become(__name__)

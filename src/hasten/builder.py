@@ -1,0 +1,198 @@
+"""From the arguments of `Accelerator(...)` to a session: what was asked for is checked once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hasten.session import Session
+from hasten.settings import environment
+from hasten.settings.accumulation import GradientAccumulationPlugin
+from hasten.settings.dataloading import DataLoaderConfiguration
+from hasten.settings.enums import RNGType
+from hasten.settings.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelSettings,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from hasten.settings.kwargs import KwargsHandler
+from hasten.settings.project import ProjectConfiguration
+from hasten.state.accelerator import AcceleratorState
+from hasten.world import process
+from hasten.world.process import World
+
+# The attribute of the Accelerator under which each kind of handler is found.
+HANDLERS: dict[str, type[KwargsHandler]] = {
+    "ddp_handler": DistributedDataParallelSettings,
+    "scaler_handler": GradScalerKwargs,
+    "init_handler": InitProcessGroupKwargs,
+    "autocast_handler": AutocastKwargs,
+    "profile_handler": ProfileKwargs,
+}
+
+# Arguments whose feature is not built yet, with the area of work that will bring it.
+_NOT_BUILT = {
+    "deepspeed_plugin": "engines",
+    "deepspeed_plugins": "engines",
+    "fsdp_plugin": "FSDP2",
+    "torch_tp_plugin": "N-D parallelism",
+    "megatron_lm_plugin": "engines",
+    "log_with": "trackers",
+    "dynamo_backend": "compilation",
+    "dynamo_plugin": "compilation",
+}
+_NOT_BUILT_ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "FSDP2",
+    "ACCELERATE_USE_DEEPSPEED": "engines",
+    "ACCELERATE_USE_MEGATRON_LM": "engines",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "N-D parallelism",
+}
+_OFF = ("", "0", "false", "no", "off", "n", "f")
+
+
+def refuse_unbuilt(arguments: dict[str, Any]) -> None:
+    """Raise for an argument or variable whose feature does not exist yet.
+
+    Raises:
+        NotImplementedError: names the setting and the area.
+    """
+    for name, area in _NOT_BUILT.items():
+        value = arguments.get(name)
+        if value is not None and str(getattr(value, "value", value)).lower() != "no" and value != []:
+            raise NotImplementedError(
+                f"Accelerator({name}=...) is not built yet (area: {area}). Leave it out; nothing would obey it."
+            )
+    for variable, area in _NOT_BUILT_ENVIRONMENT.items():
+        if (environment.raw(variable) or "").lower() not in _OFF:
+            raise NotImplementedError(
+                f"The environment variable {variable}={environment.raw(variable)} asks for something that is not built yet "
+                f"(area: {area}). Unset it."
+            )
+
+
+def sort_handlers(handlers: Sequence[Any] | None) -> dict[str, KwargsHandler | None]:
+    """Each handler under its name.
+
+    Raises:
+        AssertionError: something is not a handler.
+        ValueError: two handlers of one kind.
+        KeyError: a kind of handler that an Accelerator has no use for.
+    """
+    found: dict[str, KwargsHandler | None] = dict.fromkeys(HANDLERS)
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise AssertionError(
+                f"Unsupported kwargs handler passed: {handler}, must be one that inherits `hasten.utils.KwargsHandler`."
+            )
+        name = next((name for name, kind in HANDLERS.items() if isinstance(handler, kind)), None)
+        if name is None:
+            raise KeyError(
+                f"{type(handler).__name__} cannot be passed in `kwargs_handlers`; allowed: "
+                f"{[kind.__name__ for kind in HANDLERS.values()]}."
+            )
+        if found[name] is not None:
+            raise ValueError(f"You can only pass one {type(handler).__name__} in `kwargs_handlers`.")
+        found[name] = handler
+    return found
+
+
+def choose_accumulation(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """The accumulation settings: the plugin's, else the environment's, else the argument's.
+
+    Raises:
+        ValueError: both a plugin and a number of steps.
+    """
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`. Please only pass in "
+                "the created `GradientAccumulationPlugin` object."
+            )
+        return plugin
+    from_environment = environment.get("gradient_accumulation_steps")
+    return GradientAccumulationPlugin(num_steps=steps if from_environment is None else from_environment)
+
+
+def choose_project(directory: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """The project settings, with the directory filled in."""
+    config = ProjectConfiguration(project_dir=directory) if config is None else config
+    if directory is not None and config.project_dir is None:
+        config.set_directories(directory)
+    return config
+
+
+def choose_world(world: World | None, ranks: Sequence[int] | None, cpu: bool, group: dict[str, Any]) -> World | None:
+    """The world of its own that an Accelerator asks for, or None for the default world.
+
+    Raises:
+        ValueError: both a world and ranks.
+    """
+    if world is not None and ranks is not None:
+        raise ValueError("Pass `world` or `ranks`, not both: `ranks` makes a world of some ranks of the default one.")
+    if ranks is not None:
+        return process.start(cpu, **group).part(ranks)
+    return world
+
+
+def check_parallelism(config: Any, world: World) -> None:
+    """Refuse mesh axes that nothing works on yet.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+        NotImplementedError: an axis other than dp_replicate.
+    """
+    if config is None:
+        return
+    others = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
+    if others:
+        raise NotImplementedError(
+            f"ParallelismConfig with {', '.join(others)} > 1 is not built yet (areas: FSDP2, N-D parallelism). "
+            "Only dp_replicate_size is."
+        )
+    if config.total_size not in (1, world.size):
+        raise ValueError(
+            f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) does not fit {world.size} processes. Start "
+            f"{config.total_size} (`hasten launch --num_processes {config.total_size}`) or set it to {world.size}."
+        )
+
+
+def open_session(
+    *,
+    device_placement: bool,
+    mixed_precision: Any,
+    gradient_accumulation_steps: int,
+    cpu: bool,
+    dataloader_config: DataLoaderConfiguration,
+    rng_types: Sequence[Any] | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    step_scheduler_with_optimizer: bool,
+    kwargs_handlers: Sequence[Any] | None,
+    parallelism_config: Any,
+    world: World | None,
+    ranks: Sequence[int] | None,
+) -> Session:
+    """Join the job, settle the precision, and open the session of one Accelerator."""
+    handlers = sort_handlers(kwargs_handlers)
+    accumulation = choose_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+    init = handlers["init_handler"]
+    group = {} if init is None else init.to_kwargs()
+    own_world = choose_world(world, ranks, cpu, group)
+    state = AcceleratorState(
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        parallelism_config=parallelism_config,
+        _from_accelerator=True,
+        **({"_world": own_world} if own_world is not None else group),
+    )
+    check_parallelism(parallelism_config, state.world)
+    return Session(
+        state,
+        accumulation,
+        handlers,
+        device_placement,
+        dataloader_config,
+        [RNGType.GENERATOR.value] if rng_types is None else list(rng_types),
+        step_scheduler_with_optimizer,
+    )

@@ -1,0 +1,159 @@
+"""Replication: every rank holds the whole model, and DDP averages the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.settings.enums import DDPCommunicationHookType
+from hasten.settings.handlers import DistributedDataParallelSettings
+from hasten.world.process import World
+
+
+@dataclass
+class DistributedDataParallelKwargs(DistributedDataParallelSettings):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and the communication hook to register on it.
+
+    Args:
+        dim, broadcast_buffers, bucket_cap_mb, find_unused_parameters, check_reduction, gradient_as_bucket_view, static_graph:
+            as in torch.
+        comm_hook: compress gradients: "fp16", "bf16", "power_sgd", "batched_power_sgd", or "no".
+        comm_wrapper: run the hook on gradients cast to "fp16" or "bf16".
+        comm_state_option: arguments of `PowerSGDState`.
+    """
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Register the chosen communication hook on a DDP model; does nothing for "no"."""
+        register_comm_hook(self, model)
+
+
+class Replicate:
+    """The engine for whole models: DDP where there are several ranks and something to train, else the model itself."""
+
+    name = "replicate"
+
+    def __init__(self, world: World, handler: DistributedDataParallelSettings | None = None) -> None:
+        self.world = world
+        self.handler = handler
+
+    def wrap(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
+        """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.
+
+        Raises:
+            ValueError: the model holds DTensors, which DDP cannot replicate.
+        """
+        if self.world.group is None or evaluation or not any(p.requires_grad for p in model.parameters()):
+            return model
+        if self.world.size == 1 and self.world.row.is_cpu is False:
+            return model
+        check_no_dtensor(model, self.world)
+        arguments = {} if self.handler is None else self.handler.to_kwargs()
+        index = self.world.device.index
+        if not self.world.row.is_cpu and index is not None:
+            arguments |= {"device_ids": [index], "output_device": index}
+        wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
+        if self.handler is not None:
+            register_comm_hook(self.handler, wrapped)
+        return wrapped
+
+    def unwrap(self, model: Any) -> Any:
+        """The user's own module."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally inside; a model without DDP has nothing to hold back."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    @contextmanager
+    def sync_next_backward(self, model: Any) -> Iterator[None]:
+        """Exchange gradients in the next backward pass although the forward passes ran under `no_sync`."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # The reducer learns in the forward pass which gradients to expect; these forwards told it to expect none.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def clip_grad_norm_(self, parameters: Iterable[Any], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm: replicated gradients are equal, so the local norm is the global one."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def model_state_dict(self, model: Any) -> dict[str, Any]:
+        """The model's tensors, without DDP's prefix."""
+        return self.unwrap(model).state_dict()
+
+
+def check_no_dtensor(model: torch.nn.Module, world: World) -> None:
+    """Raise if a model that is to be replicated is sharded already.
+
+    Raises:
+        ValueError: names the first sharded parameter.
+    """
+    name = first_dtensor(model)
+    if name is not None:
+        raise ValueError(
+            f"Rank {world.rank}: the parameter {name!r} of {type(model).__name__} is a DTensor, so the model is sharded already "
+            "and cannot be replicated by DDP. Prepare it with `evaluation_mode=True` to leave it as it is, or pass the "
+            "unsharded model."
+        )
+
+
+def first_dtensor(model: torch.nn.Module) -> str | None:
+    """The name of a model's first parameter that is a DTensor, or None."""
+    import sys
+
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:  # nobody can have made a DTensor
+        return None
+    return next((name for name, value in model.named_parameters() if isinstance(value, tensor.DTensor)), None)
+
+
+def register_comm_hook(settings: DistributedDataParallelSettings, model: DistributedDataParallel) -> None:
+    """Register the hook that `settings` describe.
+
+    Raises:
+        ValueError: an unknown hook or wrapper.
+    """
+    hook_type = DDPCommunicationHookType(settings.comm_hook)
+    if hook_type is DDPCommunicationHookType.NO:
+        if DDPCommunicationHookType(settings.comm_wrapper) is not DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"comm_wrapper={settings.comm_wrapper} wraps a communication hook: choose a comm_hook too."
+            )
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    state: Any = model.process_group
+    hooks = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+        DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers = {
+        DDPCommunicationHookType.NO: lambda hook: hook,
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    wrapper_type = DDPCommunicationHookType(settings.comm_wrapper)
+    if wrapper_type not in wrappers:
+        raise ValueError(
+            f"comm_wrapper={settings.comm_wrapper} is unknown; choose one of {[str(kind) for kind in wrappers]}."
+        )
+    if hook_type in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+        state = powerSGD_hook.PowerSGDState(model.process_group, **settings.comm_state_option)
+    elif settings.comm_state_option:
+        raise ValueError(
+            f"comm_state_option={settings.comm_state_option} is for power_sgd; {hook_type} takes no options."
+        )
+    model.register_comm_hook(state, wrappers[wrapper_type](hooks[hook_type]))

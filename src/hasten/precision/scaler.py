@@ -1,0 +1,62 @@
+"""Loss scaling for fp16: one scaler for all optimizers of an Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hasten.settings.handlers import GradScalerKwargs
+
+
+class LossScaling:
+    """A `torch.amp.GradScaler`, and the bookkeeping that lets several optimizers share it.
+
+    The scale is updated once per window: when every optimizer has stepped, or else before the next backward pass.
+    """
+
+    def __init__(self, device_type: str, handler: GradScalerKwargs | None = None) -> None:
+        arguments = {} if handler is None else handler.to_kwargs()
+        self.scaler = torch.amp.GradScaler(device_type, **arguments)
+        self._optimizers: list[Any] = []
+        self._stepped: set[int] = set()
+
+    def join(self, optimizer: Any) -> None:
+        """Let a prepared optimizer take part."""
+        self._optimizers.append(optimizer)
+
+    def leave_all(self) -> None:
+        """Forget all optimizers."""
+        self._optimizers.clear()
+        self._stepped.clear()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the present scale."""
+        self.settle()
+        return self.scaler.scale(loss)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer has stepped or skipped its step."""
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) >= len(self._optimizers):
+            self.settle()
+
+    def settle(self) -> None:
+        """Update the scale if a step was taken since the last update."""
+        if self._stepped:
+            self._stepped.clear()
+            self.scaler.update()
+
+    def unscale(self, optimizers: Iterable[Any]) -> None:
+        """Divide the gradients of some prepared optimizers by the scale, at most once per step."""
+        for optimizer in optimizers:
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            if not self._is_unscaled(optimizer):
+                self.scaler.unscale_(optimizer)
+
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        from hasten.world import torch_private
+
+        return torch_private.is_unscaled(self.scaler, optimizer)

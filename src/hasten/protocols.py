@@ -1,0 +1,99 @@
+"""How the rooms speak of each other: what an engine, a transform, a stateful object, a loader and a tracker can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be saved and restored."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state as a dictionary."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take a state over."""
+        ...
+
+
+class Transform(Protocol):
+    """Something that is done to a model before or after the engine takes it."""
+
+    name: str
+
+    def apply(self, model: Any) -> Any:
+        """Return the transformed model; usually the same object."""
+        ...
+
+    def undo(self, model: Any) -> Any:
+        """Return the model as it was before `apply`, as far as that is possible."""
+        ...
+
+
+class Engine(Protocol):
+    """How a model's parameters live on the ranks: replicated, sharded, or managed by another library."""
+
+    name: str
+
+    def wrap(self, model: Any, evaluation: bool) -> Any:
+        """Prepare a model that is already on its device."""
+        ...
+
+    def unwrap(self, model: Any) -> Any:
+        """The user's own module inside a wrapped one."""
+        ...
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Keep backward passes inside from exchanging gradients."""
+        ...
+
+    def sync_next_backward(self, model: Any) -> AbstractContextManager[Any]:
+        """Make the next backward pass exchange gradients although its forward ran under `no_sync`."""
+        ...
+
+    def clip_grad_norm_(self, parameters: Iterable[Any], max_norm: float, norm_type: float) -> Any:
+        """Scale gradients down to a global norm of at most `max_norm`; return the norm before."""
+        ...
+
+    def model_state_dict(self, model: Any) -> dict[str, Any]:
+        """The whole model's tensors by qualified name."""
+        ...
+
+
+class Loader(Protocol):
+    """What accumulation, metrics and checkpoints ask of a prepared data loader."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: epoch, samples consumed, and the generators' states before the epoch's order was drawn."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a position."""
+        ...
+
+
+class Tracker(Protocol):
+    """A sink for the values that a run logs."""
+
+    name: str
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the settings of the run."""
+        ...
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Record values of one step."""
+        ...
+
+    def finish(self) -> None:
+        """Flush and close."""
+        ...

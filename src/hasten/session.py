@@ -1,0 +1,368 @@
+"""The session: what one Accelerator holds, and what it does with it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hasten.parallel.replicate import Replicate
+from hasten.training.accumulation import GradientState
+from hasten.world.context import CONTEXT
+
+if TYPE_CHECKING:
+    from hasten.parallel.plan import Plan
+    from hasten.precision.scaler import LossScaling
+    from hasten.settings.accumulation import GradientAccumulationPlugin
+    from hasten.settings.dataloading import DataLoaderConfiguration
+    from hasten.state.accelerator import AcceleratorState
+    from hasten.training.optimizer import AcceleratedOptimizer
+    from hasten.training.scheduler import AcceleratedScheduler
+    from hasten.world.process import World
+
+_PREPARED = "_is_accelerate_prepared"  # the mark that other libraries know
+
+
+class Session:
+    """The prepared objects of one Accelerator, and the engine, precision and accumulation state that they share.
+
+    Args:
+        state: the world and the precision.
+        accumulation: how many micro-batches make an update.
+        handlers: further arguments for torch's objects, by class.
+        device_placement: move models, optimizer state and batches to the device.
+        dataloader_config: how loaders are divided over the ranks; held by reference.
+        rng_types: generators that are synchronised at the start of each epoch.
+        step_scheduler_with_optimizer: whether prepared schedulers follow their optimizers.
+    """
+
+    def __init__(
+        self,
+        state: AcceleratorState,
+        accumulation: GradientAccumulationPlugin,
+        handlers: dict[str, Any],
+        device_placement: bool,
+        dataloader_config: DataLoaderConfiguration,
+        rng_types: list[Any],
+        step_scheduler_with_optimizer: bool,
+    ) -> None:
+        self.state = state
+        self.world: World = state.world
+        self.gradients = GradientState.for_accelerator(accumulation)
+        self.handlers = handlers
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config
+        self.rng_types = rng_types
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.engine = Replicate(self.world, handlers.get("ddp_handler"))
+        self.exchanging: Replicate | None = self.engine if self.world.group is not None else None
+        self.dtype: torch.dtype | None = None
+        self.scaling: LossScaling | None = None
+        if state.mixed_precision != "no":
+            self._set_precision(state.mixed_precision)
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.dataloaders: list[Any] = []
+        self.custom: list[Any] = []
+        self.plans: list[Plan] = []
+
+    def _set_precision(self, precision: str) -> None:
+        from hasten.precision import autocast
+
+        autocast.check_supported(precision, self.world.row)
+        self.dtype = autocast.DTYPES[precision]
+        if precision == "fp16":
+            from hasten.precision.scaler import LossScaling
+
+            self.scaling = LossScaling(self.world.device.type, self.handlers["scaler_handler"])
+
+    # -- preparing ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, objects: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
+        """Prepare models, optimizers, loaders and then schedulers, which need to see all optimizers; the rest passes through."""
+        first = [self._prepare_one(item, placement) for item, placement in zip(objects, placements, strict=True)]
+        return tuple(self.prepare_scheduler(item) if _is_scheduler(item) else item for item in first)
+
+    def _prepare_one(self, item: Any, placement: bool | None) -> Any:
+        if isinstance(item, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(item, placement)
+        if isinstance(item, torch.nn.Module):
+            return self.prepare_model(item, placement)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item, placement)
+        return item
+
+    def prepare_model(self, model: torch.nn.Module, placement: bool | None = None, evaluation: bool = False) -> Any:
+        """Prepare one model; see `Accelerator.prepare_model`."""
+        if _adopt(model, self.models):
+            return model
+        self._check_device_map(model)
+        from hasten.parallel import plan
+
+        wrapped, record = plan.prepare(
+            model,
+            plan.Recipe(self.world, self.engine, before=self._transforms()),
+            place=(self.device_placement if placement is None else placement) and not self.is_spread(model),
+            evaluation=evaluation,
+        )
+        setattr(wrapped, _PREPARED, True)
+        self.models.append(wrapped)
+        self.plans.append(record)
+        return wrapped
+
+    def _transforms(self) -> list[Any]:
+        if self.dtype is None:
+            return []
+        from hasten.precision import autocast
+
+        return [autocast.AutocastForward(self.world.device.type, self.dtype, self.handlers["autocast_handler"])]
+
+    def is_spread(self, model: torch.nn.Module) -> bool:
+        """Whether a device map has put parts of the model on several devices."""
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def _check_device_map(self, model: torch.nn.Module) -> None:
+        from hasten.settings import environment
+
+        if self.world.group is None or not self.is_spread(model) or environment.get("bypass_device_map"):
+            return
+        raise ValueError(
+            "You can't train a model that has been loaded with `device_map='auto'` in any distributed mode: "
+            f"{type(model).__name__} is spread over several devices by its `hf_device_map`, and each of the {self.world.size} ranks "
+            "would use all of them. Load it without a device map, start one process, or set "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that the devices of the ranks are disjoint."
+        )
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer; see `Accelerator.prepare_optimizer`."""
+        if _adopt(optimizer, self.optimizers):
+            # An optimizer obeys the Accelerator that prepared it last.
+            optimizer.gradient_state = self.gradients  # type: ignore[attr-defined]
+            return optimizer  # type: ignore[return-value]
+        from hasten.training.optimizer import AcceleratedOptimizer
+
+        scaling = self.scaling
+        prepared = AcceleratedOptimizer(
+            optimizer,
+            device_placement=self.device_placement if placement is None else placement,
+            scaler=None if scaling is None else scaling.scaler,
+            gradient_state=self.gradients,
+            update_scale=None if scaling is None else scaling.stepped,
+        )
+        if scaling is not None:
+            scaling.join(prepared)
+        setattr(prepared, _PREPARED, True)
+        self.optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare one scheduler; see `Accelerator.prepare_scheduler`."""
+        if _adopt(scheduler, self.schedulers):
+            scheduler.gradient_state = self.gradients
+            return scheduler
+        from hasten.training.scheduler import AcceleratedScheduler
+
+        own = getattr(scheduler, "optimizer", None)
+        bound = [prepared for prepared in self.optimizers if own is prepared or own is prepared.optimizer]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            bound or self.optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.dataloader_config.split_batches,
+            gradient_state=self.gradients,
+            num_processes=self.world.size,
+        )
+        setattr(prepared, _PREPARED, True)
+        self.schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, loader: Any, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
+    ) -> Any:
+        """Prepare one loader; see `Accelerator.prepare_data_loader`."""
+        if _adopt(loader, self.dataloaders):
+            return loader
+        from hasten.data import loader as loader_module
+
+        config = self.dataloader_config
+        prepared = loader_module.prepare_data_loader(
+            loader,
+            self.world.device,
+            num_processes=self.world.size,
+            process_index=self.world.rank,
+            split_batches=config.split_batches,
+            put_on_device=self.device_placement if placement is None else placement,
+            rng_types=list(self.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            world=self.world,
+        )
+        setattr(prepared, _PREPARED, True)
+        self.dataloaders.append(prepared)
+        return prepared
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """The backward pass of one micro-batch."""
+        steps = self.gradients.plugin_kwargs.get("num_steps", 1)
+        if steps != 1:
+            loss = loss / steps
+        if self.scaling is not None:
+            loss = self.scaling.scale(loss)
+        loss.backward(**arguments)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Keep backward passes inside from exchanging gradients."""
+        return self.engine.no_sync(model)
+
+    def unscale_gradients(self, optimizers: Iterable[Any] | None = None) -> None:
+        """Undo the loss scale in the gradients of some optimizers, or of all."""
+        if self.scaling is not None:
+            self.scaling.unscale(self.optimizers if optimizers is None else optimizers)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm."""
+        if self.scaling is not None:
+            self.unscale_gradients()
+        return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip element by element."""
+        if self.scaling is not None:
+            self.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def autocast(self, handler: Any) -> AbstractContextManager[Any]:
+        """The precision of this session as a context."""
+        from hasten.precision import autocast
+
+        return autocast.autocast_context(
+            self.world.device.type, self.dtype, handler or self.handlers["autocast_handler"]
+        )
+
+    def without_context_parallelism(self) -> AbstractContextManager[Any]:
+        """A context that splits nothing, with one warning."""
+        if CONTEXT.first_time("context parallelism is off"):
+            warnings.warn(
+                "maybe_context_parallel has no effect: context parallelism is off (it is not built yet).", stacklevel=3
+            )
+        return nullcontext()
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> Any:
+        """The user's own module inside a prepared one, compiled or not."""
+        compiled = hasattr(model, "_orig_mod")
+        inner = self.engine.unwrap(model._orig_mod if compiled else model)
+        if not keep_fp32_wrapper and "_original_forward" in getattr(inner, "__dict__", {}):
+            from hasten.precision import autocast
+
+            inner = autocast.restore_forward(inner)
+        if compiled and keep_torch_compile:
+            model._orig_mod = inner
+            return model
+        return inner
+
+    def explain(self, item: Any) -> Any:
+        """The plans of the prepared models, or the one of `item`."""
+        if item is None:
+            from hasten.parallel.plan import Plans
+
+            return Plans(self.plans)
+        for model, plan in zip(self.models, self.plans, strict=True):
+            if item is model or item is self.engine.unwrap(model):
+                return plan
+        raise ValueError(
+            f"explain({type(item).__name__}): this Accelerator has not prepared that object as a model; it has prepared "
+            f"{[type(self.engine.unwrap(model)).__name__ for model in self.models]}."
+        )
+
+    def skip_first_batches(self, loader: Any, num_batches: int) -> Any:
+        """A loader without its first batches."""
+        from hasten.data import skip
+
+        return skip.skip_first_batches(loader, num_batches=num_batches)
+
+    # -- exchanging --------------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """All processes' tensors, concatenated."""
+        from hasten.collectives import gather
+
+        return gather.gather(tensor, world=self.world)
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool) -> Any:
+        """All processes' results, without padding."""
+        from hasten.collectives import metrics
+
+        return metrics.gather_for_metrics(data, CONTEXT.loaders.current, use_gather_object, world=self.world)
+
+    def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
+        """The tensors of all processes, combined."""
+        from hasten.collectives import reduce
+
+        return reduce.reduce(tensor, reduction, scale, world=self.world)
+
+    def pad_across_processes(self, tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
+        """Tensors of equal length on all processes."""
+        from hasten.collectives import pad
+
+        return pad.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, world=self.world)
+
+    def any_rank(self, raised: bool) -> bool:
+        """Whether a flag is raised on any process."""
+        if self.world.size == 1:
+            return raised
+        flag = torch.tensor(int(raised), device=self.world.device)
+        return bool(self.reduce(flag, "sum", 1.0).item())
+
+    # -- keeping and forgetting --------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, objects: tuple[Any, ...]) -> None:
+        """Save and restore these objects with every checkpoint."""
+        bad = [
+            f"Item at index {index}, `{type(item).__name__}`"
+            for index, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if bad:
+            raise ValueError(
+                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The following inputs are "
+                "invalid:\n\t- " + "\n\t- ".join(bad)
+            )
+        self.custom.extend(objects)
+
+    def clear(self) -> None:
+        """Forget every prepared object and collect what nobody else holds."""
+        for held in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.plans):
+            held.clear()
+        if self.scaling is not None:
+            self.scaling.leave_all()
+        self.gradients.step = 0
+        gc.collect()
+        self.world.row.empty_cache()
+
+
+def _adopt(item: Any, held: list[Any]) -> bool:
+    """Whether `item` is prepared already; one that another Accelerator prepared is held from now on too."""
+    if any(item is other for other in held):
+        return True
+    if not getattr(item, _PREPARED, False):
+        return False
+    held.append(item)
+    return True
+
+
+def _is_scheduler(item: Any) -> bool:
+    return isinstance(item, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))

@@ -1,0 +1,59 @@
+"""The only writer of environment variables: a contract that other libraries read in the same process."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from hasten.settings.schema import BY_NAME
+from hasten.settings.values import convert, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# What each variable held before we first wrote it. The environment belongs to the whole process, so must its journal.
+_before: dict[str, str | None] = {}
+
+
+def export(name: str, value: Any) -> None:
+    """Write the setting `name` to its environment variable; None unsets it.
+
+    Raises:
+        ValueError: `value` is not legal for the setting.
+    """
+    setting = BY_NAME[name]
+    variables({setting.env: None if value is None else write(setting, convert(setting, value))})
+
+
+def variables(changes: Mapping[str, str | None]) -> None:
+    """Write environment variables; None unsets one."""
+    for variable, text in changes.items():
+        _before.setdefault(variable, os.environ.get(variable))
+        _put(variable, text)
+
+
+def reset() -> None:
+    """Give every variable that was written here the value that it had before."""
+    while _before:
+        _put(*_before.popitem())
+
+
+@contextmanager
+def exported(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Write environment variables for the length of a `with` block."""
+    before = {variable: os.environ.get(variable) for variable in changes}
+    try:
+        for variable, text in changes.items():
+            _put(variable, text)
+        yield
+    finally:
+        for variable, text in before.items():
+            _put(variable, text)
+
+
+def _put(variable: str, text: str | None) -> None:
+    if text is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = text

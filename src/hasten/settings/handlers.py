@@ -1,0 +1,93 @@
+"""Keyword arguments for torch's own objects, one class per object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from hasten.settings.enums import DDPCommunicationHookType
+from hasten.settings.kwargs import KwargsHandler
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Arguments of `torch.autocast`: `enabled=False` switches it off inside a mixed-precision run."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of `torch.amp.GradScaler`, used with fp16."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    Args:
+        backend: communication backend; the device's own by default. The default value here means "not chosen".
+        init_method: URL of the rendezvous, e.g. `file:///shared/rendezvous`.
+        timeout: the longest that any collective waits, on every group that is made; None leaves torch's default.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class DistributedDataParallelSettings(KwargsHandler):
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, and the communication hook to register on it.
+
+    Users take `DistributedDataParallelKwargs`, which can also register the hook.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
+        DDPCommunicationHookType.NO
+    )
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Every field by name, without the hook's own."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of DDP whose value is not the default; the hook's are never among them."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Arguments of `torch.profiler.profile`; see `Accelerator.profile`."""
+
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None

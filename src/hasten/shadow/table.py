@@ -1,0 +1,121 @@
+"""The table of aliases: for each module of the reference, where each of its names lives in hasten.
+
+A value is a module, or `module:name` where the name differs there.
+"""
+
+from __future__ import annotations
+
+ROOT = "accelerate"
+# The release of the reference whose calls are understood. The drop-in distribution has the same version.
+VERSION = "1.15.0.post1"
+
+_OPERATIONS = {
+    name: home
+    for home, names in {
+        "hasten.collectives.nested": (
+            "TensorInformation",
+            "concatenate",
+            "convert_to_fp32",
+            "find_batch_size",
+            "find_device",
+            "get_data_structure",
+            "get_shape",
+            "honor_type",
+            "ignorant_find_batch_size",
+            "initialize_tensors",
+            "is_namedtuple",
+            "is_tensor_information",
+            "is_torch_tensor",
+            "listify",
+            "recursively_apply",
+            "send_to_device",
+            "slice_tensors",
+        ),
+        "hasten.collectives.gather": ("gather",),
+        "hasten.collectives.objects": ("broadcast_object_list", "gather_object"),
+        "hasten.collectives.broadcast": ("broadcast",),
+        "hasten.collectives.reduce": ("reduce",),
+        "hasten.collectives.pad": ("pad_across_processes",),
+        "hasten.collectives.verify": ("DistributedOperationException",),
+    }.items()
+    for name in names
+}
+_RANDOM = dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "hasten.world.rng")
+_DATACLASSES = {
+    "AutocastKwargs": "hasten.settings.handlers",
+    "BaseEnum": "hasten.settings.enums",
+    "ComputeEnvironment": "hasten.settings.enums",
+    "DDPCommunicationHookType": "hasten.settings.enums",
+    "DataLoaderConfiguration": "hasten.settings.dataloading",
+    "DistributedDataParallelKwargs": "hasten.parallel.replicate",
+    "DistributedType": "hasten.settings.enums",
+    "DynamoBackend": "hasten.settings.enums",
+    "FP8BackendType": "hasten.settings.enums",
+    "GradScalerKwargs": "hasten.settings.handlers",
+    "GradientAccumulationPlugin": "hasten.settings.accumulation",
+    "InitProcessGroupKwargs": "hasten.settings.handlers",
+    "KwargsHandler": "hasten.settings.kwargs",
+    "LoggerType": "hasten.settings.enums",
+    "PrecisionType": "hasten.settings.enums",
+    "ProfileKwargs": "hasten.settings.handlers",
+    "ProjectConfiguration": "hasten.settings.project",
+    "RNGType": "hasten.settings.enums",
+}
+_STATE = {
+    "AcceleratorState": "hasten.state.accelerator",
+    "GradientState": "hasten.training.accumulation",
+    "PartialState": "hasten.state.partial",
+    "is_initialized": "hasten.state.accelerator",
+}
+_PARALLELISM = {"ParallelismConfig": "hasten.world.mesh"}
+_LAUNCHERS = {
+    "debug_launcher": "hasten.launch.notebook",
+    "notebook_launcher": "hasten.launch.notebook",
+}
+_DATA = {
+    "BatchSamplerShard": "hasten.data.shard",
+    "DataLoaderDispatcher": "hasten.data.dispatch",
+    "DataLoaderShard": "hasten.data.loader",
+    "IterableDatasetShard": "hasten.data.shard",
+    "SeedableRandomSampler": "hasten.data.samplers",
+    "SkipBatchSampler": "hasten.data.skip",
+    "SkipDataLoader": "hasten.data.skip",
+    "get_sampler": "hasten.data.samplers",
+    "prepare_data_loader": "hasten.data.loader",
+    "skip_first_batches": "hasten.data.skip",
+}
+
+MODULES: dict[str, dict[str, str]] = {
+    "accelerate": {
+        "Accelerator": "hasten.accelerator",
+        "skip_first_batches": "hasten.data.skip",
+        "synchronize_rng_states": "hasten.world.rng",
+        "PartialState": "hasten.state.partial",
+        **_LAUNCHERS,
+        **_PARALLELISM,
+        **{
+            name: _DATACLASSES[name]
+            for name in (
+                "AutocastKwargs",
+                "DDPCommunicationHookType",
+                "DataLoaderConfiguration",
+                "DistributedDataParallelKwargs",
+                "DistributedType",
+                "GradScalerKwargs",
+                "InitProcessGroupKwargs",
+                "ProfileKwargs",
+            )
+        },
+    },
+    "accelerate.accelerator": {"Accelerator": "hasten.accelerator"},
+    "accelerate.state": _STATE,
+    "accelerate.optimizer": {"AcceleratedOptimizer": "hasten.training.optimizer"},
+    "accelerate.scheduler": {"AcceleratedScheduler": "hasten.training.scheduler"},
+    "accelerate.data_loader": _DATA,
+    "accelerate.parallelism_config": _PARALLELISM,
+    "accelerate.launchers": _LAUNCHERS,
+    "accelerate.utils": {**_OPERATIONS, **_RANDOM, **_DATACLASSES, **_PARALLELISM},
+    "accelerate.utils.operations": _OPERATIONS,
+    "accelerate.utils.random": _RANDOM,
+    "accelerate.utils.dataclasses": _DATACLASSES,
+}

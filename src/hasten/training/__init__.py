@@ -1,0 +1,1 @@
+"""What turns losses into updates: accumulation, clipping, optimizers and schedulers."""

@@ -1,0 +1,97 @@
+"""The prepared learning-rate scheduler: it advances when its optimizers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hasten.training.accumulation import GradientState
+from hasten.world import process
+
+
+class AcceleratedScheduler:
+    """Advances `scheduler` once per update and process, so that a schedule written for one process keeps its length in epochs.
+
+    Each call of `step` advances the schedule by the number of processes (every process consumes a batch of its own), by 1 if
+    `split_batches` (the processes share a batch), and not at all inside an accumulation window or after a skipped step.
+    Schedulers that are driven by a metric advance once per call.
+
+    Args:
+        scheduler: the user's scheduler.
+        optimizers: the prepared optimizer, or several, whose steps it follows.
+        step_with_optimizer: False makes `step` the user's own business: one call, one step.
+        split_batches: see above.
+        gradient_state: the accumulation state to obey; the newest Accelerator's by default.
+        num_processes: steps per call; the number of processes of the default world by default.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        gradient_state: GradientState | None = None,
+        num_processes: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState() if gradient_state is None else gradient_state
+        size = process.current().size if num_processes is None else num_processes
+        self._steps_per_call = 1 if split_batches or isinstance(scheduler, ReduceLROnPlateau) else size
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule if the optimizers have stepped."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        for _ in range(self._steps_per_call):
+            # A schedule with a fixed end stays at its last rate: torch's would bounce back, then raise.
+            if self._has_steps_left():
+                self.scheduler.step(*args, **kwargs)
+
+    def _has_steps_left(self) -> bool:
+        total = getattr(self.scheduler, "total_steps", None)
+        return total is None or self.scheduler.last_epoch < total - 1
+
+    def get_last_lr(self) -> list[float]:
+        """The current learning rates, one per parameter group."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[float]:
+        """The learning rates that the schedule computes now."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """Print the learning rates where the scheduler can."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # not set yet: copying and unpickling ask before the state is there
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "gradient_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gradient_state = GradientState()

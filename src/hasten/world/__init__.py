@@ -1,0 +1,1 @@
+"""Where am I: devices, processes, meshes and random numbers."""

@@ -1,0 +1,334 @@
+"""Run a function on several gloo ranks, as cheaply as a test needs.
+
+    def total(start):
+        tensor = torch.tensor([start + dist.get_rank()])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_ranks(total, 2, 10) == [21, 21]
+
+Ranks are processes that stay warm between cases. They are forked from a zygote, which has imported torch but not used it
+(`rank_zygote.py`); what happens inside one is in `rank_worker.py`. Each process that runs tests (an xdist worker) has its own pool, made
+when first needed. A rank that raised, hung, died or left something behind is replaced.
+"""
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import psutil
+
+from tests.rank_worker import FINISH, STACKS, Case, Outcome, serve
+
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS: fork is not safe; Windows: there is none
+START_LIMIT = 120.0  # seconds until a rank must be ready; they include importing torch
+CLEAN_LIMIT = 20.0  # seconds to tear down after a case
+GRACE = 1.0  # seconds that the others have once a rank has failed: their own errors are worth seeing
+ANSWER_LIMIT = 2.0  # seconds in which a stuck rank must say where it is
+SHOWN = 4000  # characters of each output in an error
+
+T = TypeVar("T")
+
+
+class Ranks(list[T], Generic[T]):
+    """What each rank returned, in rank order. Beside it what each printed and what each left behind (threads, processes, groups)."""
+
+    stdout: list[str]
+    stderr: list[str]
+    leaks: list[list[str]]
+
+
+class RankError(AssertionError):
+    """Some rank raised, died or did not finish in time. `tracebacks` maps rank to text, the first failure first."""
+
+    def __init__(self, title: str, tracebacks: dict[int, str], stdout: list[str], stderr: list[str]) -> None:
+        self.tracebacks, self.stdout, self.stderr = tracebacks, stdout, stderr
+        parts = [title]
+        for rank in sorted(range(len(stdout)), key=[*tracebacks, *range(len(stdout))].index):
+            parts.append(f"===== rank {rank} =====\n{tracebacks.get(rank, 'returned').rstrip()}")
+            for name, text in (("stdout", stdout[rank]), ("stderr", stderr[rank])):
+                if text:
+                    parts.append(f"----- {name} of rank {rank} -----\n{text[-SHOWN:].rstrip()}")
+        super().__init__("\n".join(parts))
+
+
+def run_ranks(
+    function: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 30.0,
+    env: dict[str, str | None] | None = None,
+    fresh: bool = False,
+    initialise: bool = True,
+    **kwargs: Any,
+) -> Ranks[T]:
+    """Call `function(*args, **kwargs)` on every rank of a gloo world and return what each returned, in rank order.
+
+    Each call finds the caller's environment, folder, `sys.path` and warning filters, the variables of torchrun (RANK, LOCAL_RANK,
+    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), random generators seeded with 0, one thread, torch's default dtype and
+    grad mode, and no state of `hasten`. Nobody listens at MASTER_PORT: ranks that use `env://` or `tcp://` meet in a file.
+
+    Args:
+        function: one that a rank can import: at the top level of a module. Arguments and results travel by pickle, tensors by value.
+        world_size: number of ranks.
+        timeout: seconds after which the ranks are killed; the error says where each one was.
+        env: more environment variables; None takes one away.
+        fresh: use new processes and throw them away after it, for a function that changes its process for good.
+        initialise: make the default process group before the call; False leaves that to the function. Afterwards it is destroyed.
+
+    Raises:
+        RankError: with the traceback and the output of every rank.
+        TypeError: if the function or an argument can not be pickled.
+    """
+    __tracebackhide__ = True  # pytest then shows the line of the test
+    call = _pickled(function, args, kwargs)
+    filters = [_plain_filter(*entry) for entry in warnings.filters]
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        cases = [
+            Case(
+                call=call,
+                environ=_environ(rank, world_size, port, env or {}),
+                folder=os.getcwd(),
+                sys_path=sys.path,
+                filters=filters,
+                store=os.path.join(folder, "store"),
+                stdout=os.path.join(folder, f"{rank}.stdout"),
+                stderr=os.path.join(folder, f"{rank}.stderr"),
+                group_timeout=2 * timeout if initialise else None,
+            )
+            for rank in range(world_size)
+        ]
+        with _pool().lend(world_size, fresh) as ranks:
+            outcomes = _run(ranks, cases, timeout)
+        stdout, stderr = [_read(case.stdout) for case in cases], [_read(case.stderr) for case in cases]
+    failed = sorted((rank for rank in range(world_size) if outcomes[rank].error), key=lambda rank: outcomes[rank].when)
+    if failed:
+        title = f"{function.__module__}.{function.__qualname__}: {len(failed)} of {world_size} ranks failed"
+        raise RankError(title, {rank: outcomes[rank].error for rank in failed}, stdout, stderr)
+    result: Ranks[T] = Ranks(pickle.loads(outcome.value) for outcome in outcomes)
+    result.stdout, result.stderr, result.leaks = stdout, stderr, [outcome.leaks for outcome in outcomes]
+    return result
+
+
+def close_pool() -> None:
+    """End all ranks of this process. The next `run_ranks` makes new ones."""
+    if pool := _POOLS.pop(os.getpid(), None):
+        pool.close()
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((function, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"run_ranks can not send this call to another process: {error}. The function must stand at the top level of its module "
+            "(no lambda, no function inside another one), and its arguments must be picklable."
+        ) from error
+
+
+def _environ(rank: int, world_size: int, port: int, env: dict[str, str | None]) -> dict[str, str]:
+    wanted = {
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **env,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _plain_filter(action: str, message: Any, category: type[Warning], module: Any, line: int) -> tuple[Any, ...]:
+    """Undo what `warnings.filterwarnings` made of its arguments: patterns are compiled, absent ones are None."""
+    return action, getattr(message, "pattern", message or ""), category, getattr(module, "pattern", module or ""), line
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+class _Rank:
+    """One warm process and the pipe to it."""
+
+    def __init__(self, context: Any) -> None:
+        self.connection, far = context.Pipe()
+        self._process = context.Process(target=serve, args=(far,), name="rank")
+        with _zygote_environment():
+            self._process.start()
+        far.close()
+
+    def is_alive(self) -> bool:
+        return not self.connection.closed and self._process.is_alive()
+
+    def receive(self) -> Any:
+        """Return the next message, which must be there; an `Outcome` with an error if the process is gone."""
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, OSError):
+            pass
+        self._process.join(ANSWER_LIMIT)
+        return Outcome(error=f"the process died: {_meaning(self._process.exitcode)}")
+
+    def signs(self) -> tuple[Any, Any]:
+        """Return what to wait for: a message, or the end of the process (whose own children may hold its pipe open)."""
+        return self.connection, self._process.sentinel
+
+    def where(self) -> str:
+        """Return the stacks of a stuck process. One that does not answer is aborted, so that faulthandler prints them to its stderr."""
+        try:
+            self.connection.send(STACKS)
+        except OSError:
+            return "the process is gone"
+        deadline = time.monotonic() + ANSWER_LIMIT
+        while self.connection.poll(max(0.0, deadline - time.monotonic())):
+            message = self.receive()
+            if isinstance(message, str):
+                return message
+            if message.error:
+                return message.error
+        os.kill(self._process.pid, signal.SIGABRT)
+        self._process.join(ANSWER_LIMIT)
+        return "it did not answer, so native code holds the interpreter: see its stderr"
+
+    def kill(self) -> None:
+        """End the process, and those that it started, at once."""
+        if self._process.is_alive():
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                child.kill()
+            self._process.kill()
+        self._process.join(CLEAN_LIMIT)
+        self.connection.close()
+
+
+def _meaning(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code} ({signal.strsignal(-code)})"
+
+
+@contextmanager
+def _zygote_environment() -> Iterator[None]:
+    """Let a process that starts now find this package, and start no threads when it imports numpy and torch."""
+    wanted = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    wanted["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class _Pool:
+    """Warm ranks, made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context(START_METHOD)
+        if START_METHOD == "forkserver":
+            self._context.set_forkserver_preload(["tests.rank_zygote"])
+        self._idle: list[_Rank] = []
+
+    @contextmanager
+    def lend(self, count: int, fresh: bool) -> Iterator[list[_Rank]]:
+        """Lend `count` live ranks. Those that were killed meanwhile do not come back, nor do any if the body raises or `fresh` is set."""
+        idle = [] if fresh else [rank for rank in self._idle if rank.is_alive()]
+        self._idle = self._idle if fresh else idle[count:]
+        ranks = idle[:count]
+        try:
+            new = [_Rank(self._context) for _ in range(count - len(ranks))]
+            ranks += new
+            _require_ready(new)
+            yield ranks
+        except BaseException:
+            fresh = True
+            raise
+        finally:
+            if fresh:
+                _kill(ranks)
+            self._idle = [rank for rank in ranks if rank.is_alive()] + self._idle
+
+    def close(self) -> None:
+        _kill(self._idle)
+        self._idle = []
+
+
+def _require_ready(ranks: Sequence[_Rank]) -> None:
+    deadline = time.monotonic() + START_LIMIT
+    for rank in ranks:
+        if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"a rank was not ready {START_LIMIT:g} s after it was started")
+        if isinstance(message := rank.receive(), Outcome):
+            raise RuntimeError(f"a rank did not start: {message.error}")
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.kill()
+
+
+def _run(ranks: list[_Rank], cases: list[Case], timeout: float) -> list[Outcome]:
+    """Run one case per rank. No rank tears down before all have their results; ranks that can't be used again are killed."""
+    for rank, case in zip(ranks, cases, strict=True):
+        rank.connection.send(case)
+    outcomes = _collect(ranks, timeout)
+    if not any(outcome.error for outcome in outcomes):
+        for rank in ranks:
+            rank.connection.send(FINISH)
+        cleaned = _collect(ranks, CLEAN_LIMIT)
+        outcomes = [replace(after, value=outcome.value) for after, outcome in zip(cleaned, outcomes, strict=True)]
+    failed = any(outcome.error for outcome in outcomes)
+    _kill([rank for rank, outcome in zip(ranks, outcomes, strict=True) if failed or outcome.leaks])
+    return outcomes
+
+
+def _collect(ranks: list[_Rank], timeout: float) -> list[Outcome]:
+    """Wait for an outcome of each rank. A failed one is killed at once: its sockets close, and its peers see that it is gone."""
+    outcomes: dict[int, Outcome] = {}
+    deadline, reason = time.monotonic() + timeout, f"no result within {timeout:g} s"
+    while missing := [i for i in range(len(ranks)) if i not in outcomes]:
+        signs = {sign: i for i in missing for sign in ranks[i].signs()}
+        ready = wait(list(signs), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for i in {signs[sign] for sign in ready}:
+            outcomes[i] = ranks[i].receive()
+            if outcomes[i].error:
+                ranks[i].kill()
+                deadline = min(deadline, time.monotonic() + GRACE)
+                reason = f"still running {GRACE:g} s after rank {i} had failed"
+    for i in missing:
+        outcomes[i] = Outcome(error=f"{reason}; it was here:\n{ranks[i].where()}")
+    return [outcomes[i] for i in range(len(ranks))]
+
+
+_POOLS: dict[int, _Pool] = {}  # by process: a fork of this process must not use its parent's ranks
+atexit.register(close_pool)
+
+
+def _pool() -> _Pool:
+    if os.getpid() not in _POOLS:
+        _POOLS[os.getpid()] = _Pool()
+    return _POOLS[os.getpid()]
