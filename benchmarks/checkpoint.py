@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
 
 WIDTH, LAYERS = 2048, 8  # 134 MB of parameters, 403 MB with AdamW's two moments

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 
+import torch
+
+from benchmarks.counts import Operations
 from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
 
 PARAMETERS = 200
@@ -12,7 +15,6 @@ TURNS = 60
 
 
 def measure(library: str) -> dict[str, float]:
-    from benchmarks.counts import Operations
 
     torch.manual_seed(0)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(32, 32)) for _ in range(PARAMETERS)])

@@ -6,8 +6,11 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, find, main, take_turns
+import torch
+import torch.distributed as dist
 
+from benchmarks.counts import Operations
+from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, find, main, take_turns
 
 RANKS = 2
 CALLS = 10
@@ -98,7 +101,6 @@ def same(one: Tree, other: Tree) -> bool:
 
 def count(operation: Operation, data: Tree) -> int:
     """Collectives in one call."""
-    from benchmarks.counts import Operations
 
     with Operations() as operations:
         operation(data)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
+from benchmarks.loops import prepared_loop, raw_loop, same_weights
 from benchmarks.measure import Benchmark, Figure, Part, Wrong, main, take_turns
 
 RANKS = 2
@@ -11,9 +14,6 @@ TURNS = 50
 
 
 def _measure(library: str, prefix: str, accumulation: int) -> dict[str, float]:
-    import torch.distributed as dist
-
-    from benchmarks.loops import prepared_loop, raw_loop, same_weights
 
     shape = {"width": WIDTH, "adam": True, "ddp": True}
     prepared = prepared_loop(library, BATCHES * RANKS, accumulation, **shape)

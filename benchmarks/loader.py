@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
 
@@ -12,51 +16,54 @@ BATCHES = 242
 TURNS = 40
 
 
+class Plain:
+    """The loader by hand: shuffled, shared between the ranks by a DistributedSampler that is told the epoch."""
+
+    def __init__(self, dataset: Dataset, ranks: int) -> None:
+        self._sampler: DistributedSampler | None = DistributedSampler(dataset) if ranks > 1 else None
+        self._loader = DataLoader(dataset, batch_size=BATCH, shuffle=self._sampler is None, sampler=self._sampler)
+        self._epoch = 0
+
+    def epoch(self) -> list[torch.Tensor]:
+        if self._sampler is not None:
+            self._sampler.set_epoch(self._epoch)
+            self._epoch += 1
+        return run(self._loader)
+
+
+def run(loader: Iterable) -> list[torch.Tensor]:
+    return [index for index, _ in loader]
+
+
+def prepared(library: str, dataset: Dataset, ranks: int) -> Iterable:
+    accelerator = importlib.import_module(library).Accelerator(cpu=True)
+    assert accelerator.num_processes == ranks
+    return accelerator.prepare(DataLoader(dataset, batch_size=BATCH, shuffle=True))
+
+
+def check(batches: list[torch.Tensor], ranks: int) -> None:
+    """All ranks together must have had every sample once."""
+    mine = torch.cat(batches)
+    everything = [mine]
+    if ranks > 1:
+        everything = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(everything, mine)
+    if not torch.equal(torch.cat(everything).sort().values, torch.arange(ranks * BATCHES * BATCH)):
+        raise Wrong("an epoch of the prepared loader is not every sample once")
+
+
 def _measure(library: str, ranks: int, prefix: str) -> dict[str, float]:
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-    samples = BATCH * BATCHES * ranks
+    samples = ranks * BATCHES * BATCH
     dataset = TensorDataset(torch.arange(samples), torch.randn(samples, 16))
-    make_loader: Callable[..., DataLoader] = lambda: DataLoader(dataset, batch_size=BATCH, shuffle=True)  # noqa: E731
-    prepared = make_loader()
-    if library != RAW:
-        accelerator = importlib.import_module(library).Accelerator(cpu=True)
-        assert accelerator.num_processes == ranks
-        prepared = accelerator.prepare(make_loader())
-    epochs = {"raw": 0, "prepared": 0}
-    if ranks == 1:
-        plain = make_loader()
-    else:
-        sampler: DistributedSampler = DistributedSampler(dataset)
-        plain = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
-        if library == RAW:
-            prepared = plain
-
-    def by_hand() -> list[torch.Tensor]:
-        if ranks > 1:
-            sampler.set_epoch(epochs["raw"])
-            epochs["raw"] += 1
-        return [index for index, _ in plain]
+    loader = None if library == RAW else prepared(library, dataset, ranks)  # it joins the ranks
+    by_hand, another = Plain(dataset, ranks), Plain(dataset, ranks)
 
     def by_library() -> list[torch.Tensor]:
-        if library == RAW:
-            return by_hand()
-        return [index for index, _ in prepared]
+        return another.epoch() if loader is None else run(loader)
 
-    def check() -> None:
-        mine = torch.cat(by_library())
-        everything = [torch.empty_like(mine) for _ in range(ranks)]
-        if ranks > 1:
-            dist.all_gather(everything, mine)
-        else:
-            everything = [mine]
-        if not torch.equal(torch.cat(everything).sort().values, torch.arange(samples)):
-            raise Wrong("an epoch of the prepared loader is not every sample once")
-
-    check()
-    turns = take_turns(by_hand, by_library, TURNS, before=dist.barrier if ranks > 1 else None)
-    check()
+    check(by_library(), ranks)
+    turns = take_turns(by_hand.epoch, by_library, TURNS, before=dist.barrier if ranks > 1 else None)
+    check(by_library(), ranks)
     return {
         f"{prefix}_ratio": turns.ratio,
         f"{prefix}_us": turns.library_s / BATCHES * 1e6,
@@ -74,7 +81,7 @@ def two(library: str) -> dict[str, float]:
 
 BENCHMARK = Benchmark(
     "benchmarks.loader",
-    "Prepared loader, shuffled, 242 batches of 8 per rank",
+    f"Prepared loader, shuffled, {BATCHES} batches of {BATCH} per rank",
     [
         Figure("1 process: over the plain loader", "one_ratio", 1.02, 3),
         Figure("1 process: us per batch", "one_us", digits=1),

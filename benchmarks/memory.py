@@ -7,6 +7,8 @@ import weakref
 
 import psutil
 
+from benchmarks.counts import LiveBytes
+from benchmarks.loops import prepared_loop, raw_loop
 from benchmarks.measure import Benchmark, Figure, Part, main
 
 BATCHES = 24
@@ -15,8 +17,6 @@ WIDE = 400_000  # 16-400000-1: 29 MB of parameters, AdamW
 
 def tensors(library: str) -> dict[str, float]:
     """Bytes of the tensors that live at once, at most, from construction to the end of two epochs."""
-    from benchmarks.counts import LiveBytes
-    from benchmarks.loops import prepared_loop, raw_loop
 
     def peak(name: str) -> int:
         with LiveBytes() as bytes_:
@@ -32,7 +32,6 @@ def tensors(library: str) -> dict[str, float]:
 
 def resident(library: str) -> dict[str, float]:
     """Growth of the resident memory from before the model is built to the end of the first steps."""
-    from benchmarks.loops import prepared_loop
 
     prepared_loop(library, 2).epoch()  # whatever is imported or allocated once
     gc.collect()
@@ -44,7 +43,6 @@ def resident(library: str) -> dict[str, float]:
 
 def objects(library: str) -> dict[str, float]:
     """Python objects that later epochs add, and prepared objects that survive free_memory."""
-    from benchmarks.loops import prepared_loop
 
     loop = prepared_loop(library, BATCHES, adam=True)
     for _ in range(3):

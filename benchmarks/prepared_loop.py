@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.counts import Operations, count_calls
+from benchmarks.loops import prepared_loop, raw_loop, same_weights
 from benchmarks.measure import Benchmark, Figure, Part, Wrong, main, take_turns
 
 BATCHES = 242
@@ -9,8 +11,6 @@ TURNS = 25
 
 
 def _measure(library: str, prefix: str, accumulation: int = 1, bf16: bool = False) -> dict[str, float]:
-    from benchmarks.counts import Operations, count_calls
-    from benchmarks.loops import prepared_loop, raw_loop, same_weights
 
     raw = raw_loop(BATCHES, accumulation, bf16)
     prepared = prepared_loop(library, BATCHES, accumulation, bf16)

@@ -15,21 +15,21 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 
-FINISH = "finish"  # every rank has its result: tear down
-STACKS = "stacks"  # say where you are
 READY = "ready"
+NEXT = "next"  # every rank has completed this step: begin the next one
+STACKS = "stacks"  # say where you are
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
     environ: dict[str, str]
     folder: str
     sys_path: list[str]
-    filters: list[tuple[str, str, type[Warning], str, int]]  # as warnings.filterwarnings takes them, first match first
+    filters: list[tuple[Any, str, Any, str, int]]  # as `warnings.filterwarnings` takes them, the first match first
     store: str  # a file, like the next two
     stdout: str
     stderr: str
@@ -49,17 +49,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call, or of cleaning up after it."""
+    """What came of one step of a case: starting, calling, tearing down. The last one carries the results of all."""
 
-    value: bytes = b""  # pickled
-    error: str = ""  # the text of a traceback
-    leaks: list[str] = field(default_factory=list)
+    error: str = ""  # a traceback
+    value: bytes = b""  # what the function returned, pickled
+    leaks: tuple[str, ...] = ()
     when: float = field(default_factory=time.monotonic)
 
 
 def serve(connection: Connection) -> None:
-    """Run cases until the other end of `connection` is closed, then end the process at once, even in the middle of a case."""
-    faulthandler.enable()  # by descriptor, so what a crash prints is captured as the rank's stderr
+    """Run cases until the other end of `connection` is closed; then the process ends at once, even in the middle of a case."""
+    faulthandler.enable()  # to descriptor 2, so a crash is captured like other output
     _Worker(connection).serve()
 
 
@@ -72,31 +72,39 @@ class _Worker:
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, name="ranks-inbox", daemon=True).start()
-        sys.unraisablehook = lambda lost: self._strays.append(_text(lost.exc_value, f"lost in {lost.object!r}"))
-        threading.excepthook = lambda lost: self._strays.append(_text(lost.exc_value, f"in thread {lost.thread}"))
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that a kill loses nothing
+        sys.unraisablehook = lambda lost: self._strays.append(f"lost in {lost.object!r}:\n{_text(lost.exc_value)}")
+        threading.excepthook = lambda lost: self._strays.append(f"lost in {lost.thread}:\n{_text(lost.exc_value)}")
         self._send(READY)
         while True:
             try:
                 case = self._inbox.get()
-            except KeyboardInterrupt:  # Ctrl-C reaches the whole foreground group; the owner of the pool ends us
+            except KeyboardInterrupt:  # Ctrl-C reaches the whole foreground; the owner of the pool ends us
                 continue
             self._serve_case(case)
 
     def _serve_case(self, case: Case) -> None:
         before = _Holdings()
         with _captured(case.stdout, case.stderr), warnings.catch_warnings():
-            _set_up(case)
-            self._send(self._outcome(_call, case))
-            self._inbox.get()
-            outcome = self._outcome(_clean_up, before)
-        self._send(outcome)
+            self._send(self._attempt(_start, case))
+            assert self._inbox.get() == NEXT
+            called = self._attempt(_call, case)
+            self._send(Outcome(called.error))
+            assert self._inbox.get() == NEXT
+            ended = self._attempt(_tear_down, before)
+        self._send(replace(ended, value=called.value))
 
-    def _outcome(self, function: Any, argument: Any) -> Outcome:
-        outcome = function(argument)
+    def _attempt(self, step: Callable[[Any], Outcome], argument: Any) -> Outcome:
+        """Make one step. Exceptions that it could not catch (in a thread, in a finalizer) are its error, too."""
+        try:
+            outcome = step(argument)
+        except BaseException as error:
+            outcome = Outcome(_text(error))
         sys.stdout.flush()
         sys.stderr.flush()
-        strays, self._strays[:] = "\n".join(self._strays), []
-        return Outcome(outcome.value, outcome.error or strays, outcome.leaks)
+        strays = "\n".join(self._strays)
+        self._strays.clear()
+        return replace(outcome, error=outcome.error or strays)
 
     def _listen(self) -> None:
         while True:
@@ -105,7 +113,7 @@ class _Worker:
             except (EOFError, OSError):
                 os._exit(0)
             if message == STACKS:
-                self._send(stacks())
+                self._send(_stacks())
             else:
                 self._inbox.put(message)
 
@@ -114,82 +122,11 @@ class _Worker:
             self._connection.send(message)
 
 
-def _set_up(case: Case) -> None:
-    os.environ.clear()
-    os.environ.update(case.environ)
-    os.chdir(case.folder)
-    sys.path[:] = case.sys_path
-    warnings.resetwarnings()
-    for action, message, category, module, line in case.filters:
-        warnings.filterwarnings(action, message, category, module, line, append=True)  # type: ignore[arg-type]
-    _meet_in(case.store)
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
-
-
-def _meet_in(path: str) -> None:
-    """Let `env://` and `tcp://` use a file in place of a TCPStore.
-
-    Each connection of a TCPStore asks the name server who ::ffff:127.0.0.1 is (5 s where none answers), and a rank that is faster than
-    rank 0 waits half a second before it tries again. Tests of the launcher use the real one.
-    """
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the attribute of this name is a function
-    if hasattr(rendezvous, "_create_c10d_store"):
-        rendezvous._create_c10d_store = lambda host, port, rank, size, *rest, **options: dist.FileStore(f"{path}-{port}", size)
-
-
-def _call(case: Case) -> Outcome:
-    try:
-        if case.group_timeout is not None:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=case.group_timeout))
-        function, args, kwargs = pickle.loads(case.call)
-        return Outcome(value=pickle.dumps(function(*args, **kwargs)))
-    except BaseException as error:
-        return Outcome(error=_text(error))
-
-
-def _clean_up(before: "_Holdings") -> Outcome:
-    try:
-        if context := sys.modules.get("hasten.world.context"):
-            context.reset()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-        return Outcome(leaks=before.leaks())
-    except BaseException as error:
-        return Outcome(error=_text(error, "while cleaning up"))
-
-
-class _Holdings:
-    """What a process holds that a case may not leave behind."""
-
-    def __init__(self) -> None:
-        self._threads = set(threading.enumerate())
-        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    def leaks(self) -> list[str]:
-        """Name the threads, child processes, signal handlers and process groups that are there since this object was made."""
-        found = []
-        for thread in set(threading.enumerate()) - self._threads:
-            thread.join(timeout=0.2)
-            if thread.is_alive():
-                found.append(f"thread {thread.name}")
-        found += [f"child process {child.pid}" for child in multiprocessing.active_children()]
-        found += [f"signal handler of {n}" for n, old in self._handlers.items() if signal.getsignal(n) != old]
-        return found + ["process group"] * dist.is_initialized()
-
-
 @contextmanager
-def _captured(stdout: str, stderr: str) -> Iterator[None]:
-    """Send everything written to descriptors 1 and 2, from Python or below, to two files."""
-    kept = []
-    for number, path in ((1, stdout), (2, stderr)):
-        kept.append(os.dup(number))
+def _captured(*paths: str) -> Iterator[None]:
+    """Send what is written to descriptors 1 and 2, from Python or below it, to two files."""
+    kept = [os.dup(number) for number in (1, 2)]
+    for number, path in zip((1, 2), paths, strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
@@ -198,48 +135,112 @@ def _captured(stdout: str, stderr: str) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, saved in zip((1, 2), kept, strict=True):
-            os.dup2(saved, number)
-            os.close(saved)
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
-def stacks() -> str:
-    """Return where each thread of this process is, but for the calling one; of the main thread, only what is above our own frames."""
+def _start(case: Case) -> Outcome:
+    os.environ.clear()
+    os.environ.update(case.environ)
+    os.chdir(case.folder)
+    sys.path[:] = case.sys_path
+    warnings.resetwarnings()
+    for entry in case.filters:
+        warnings.filterwarnings(*entry, append=True)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    _meet_in(case.store)
+    if case.group_timeout is not None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=case.group_timeout))
+    return Outcome()
+
+
+def _meet_in(path: str) -> None:
+    """Let `env://` and `tcp://` use a file in place of a TCPStore.
+
+    Each connection of a TCPStore asks a name server who ::ffff:127.0.0.1 is (5 s where none answers), and a rank that is faster
+    than rank 0 waits half a second before it tries again. The tests of the launcher use the real one.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the attribute is a function
+    rendezvous._create_c10d_store = lambda host, port, rank, size, *_, **__: dist.FileStore(f"{path}-{port}", size)
+
+
+def _call(case: Case) -> Outcome:
+    function, args, kwargs = pickle.loads(case.call)
+    return Outcome(value=pickle.dumps(function(*args, **kwargs)))
+
+
+def _tear_down(before: "_Holdings") -> Outcome:
+    if context := sys.modules.get("hasten.world.context"):
+        context.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    return Outcome(leaks=before.leaks())
+
+
+class _Holdings:
+    """What this process holds when a case begins."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        numbers = signal.valid_signals() - {getattr(signal, "SIGCHLD", None)}  # torch keeps one, for data loaders
+        self._handlers = {number: signal.getsignal(number) for number in numbers}
+
+    def leaks(self) -> tuple[str, ...]:
+        """Name what has come since: threads, child processes, signal handlers, a process group."""
+        threads = set(threading.enumerate()) - self._threads
+        for thread in threads:
+            thread.join(timeout=0.2)
+        return (
+            *(f"thread {thread.name}" for thread in threads if thread.is_alive()),
+            *(f"child process {child.pid}" for child in multiprocessing.active_children()),
+            *(
+                f"signal handler of {number}"
+                for number, old in self._handlers.items()
+                if signal.getsignal(number) != old
+            ),
+            *["process group"] * dist.is_initialized(),
+        )
+
+
+# What is above these frames is the test's.
+_OWN_FRAMES = {function.__code__ for function in (_Worker._attempt, _start, _call, _tear_down)}
+
+
+def _stacks() -> str:
+    """Return where the threads of this process are, but for the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        if ident == threading.get_ident():
-            continue
-        own = {_call.__code__, _clean_up.__code__}
-        above = []
-        for inner, line in traceback.walk_stack(frame):
-            if inner.f_code in own:
-                break
-            above.append((inner, line))
-        text = "".join(traceback.StackSummary.extract(reversed(above)).format())  # type: ignore[arg-type]
-        parts.append(f"{names.get(ident, ident)}:\n{text}")
+        if ident != threading.get_ident():
+            stack = list(traceback.walk_stack(frame))
+            own = [i for i, (inner, _) in enumerate(stack) if inner.f_code in _OWN_FRAMES]
+            above = stack[: own[0] if own else None]
+            lines = traceback.StackSummary.extract(reversed(above)).format()
+            parts.append(f"{names.get(ident, ident)}:\n{''.join(lines)}")
     return "\n".join(parts)
 
 
-def _text(error: BaseException | None, where: str = "") -> str:
-    """Format a traceback without our own frame; to a bare assertion add the local values that it was about."""
+def _text(error: BaseException | None) -> str:
+    """Format a traceback without our own frames; to a bare assertion add the values that it was about."""
     if error is None:
-        return where
+        return ""
     trace = error.__traceback__
-    if trace and trace.tb_next and trace.tb_frame.f_code in (_call.__code__, _clean_up.__code__):
+    while trace and trace.tb_next and trace.tb_frame.f_code in _OWN_FRAMES:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
-    if isinstance(error, AssertionError) and not error.args and trace:
-        text += _locals(trace)
-    return f"({where})\n{text}" if where else text
+    return text + _locals(trace) if trace and type(error) is AssertionError and not error.args else text
 
 
 def _locals(trace: TracebackType) -> str:
     while trace.tb_next:
         trace = trace.tb_next
-    frame: FrameType = trace.tb_frame
-    lines = []
-    for name, value in frame.f_locals.items():
-        shown = re.sub(r"\s+", " ", repr(value))
-        lines.append(f"  where {name} = {shown[:300]}{'...' * (len(shown) > 300)}\n")
-    return "".join(lines)
+    shown = {name: re.sub(r"\s+", " ", repr(value)) for name, value in trace.tb_frame.f_locals.items()}
+    return "".join(f"  where {name} = {value[:300]}{'...' * (len(value) > 300)}\n" for name, value in shown.items())

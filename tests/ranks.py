@@ -8,8 +8,8 @@
     assert run_ranks(total, 2, 10) == [21, 21]
 
 Ranks are processes that stay warm between cases. They are forked from a zygote, which has imported torch but not used it
-(`rank_zygote.py`); what happens inside one is in `rank_worker.py`. Each process that runs tests (an xdist worker) has its own pool, made
-when first needed. A rank that raised, hung, died or left something behind is replaced.
+(`rank_zygote.py`); what happens inside one is in `rank_worker.py`. Each process that runs tests (an xdist worker) has its own pool,
+made when first needed. A rank that raised, hung, died or left something behind is replaced. Nothing outlives the owner of the pool.
 """
 
 import atexit
@@ -23,19 +23,19 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import psutil
 
-from tests.rank_worker import FINISH, STACKS, Case, Outcome, serve
+from tests.rank_worker import NEXT, STACKS, Case, Outcome, serve
 
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS: fork is not safe; Windows: there is none
+KEPT = 4  # idle ranks
 START_LIMIT = 120.0  # seconds until a rank must be ready; they include importing torch
-CLEAN_LIMIT = 20.0  # seconds to tear down after a case
+TEAR_DOWN_LIMIT = 20.0
 GRACE = 1.0  # seconds that the others have once a rank has failed: their own errors are worth seeing
 ANSWER_LIMIT = 2.0  # seconds in which a stuck rank must say where it is
 SHOWN = 4000  # characters of each output in an error
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class Ranks(list[T], Generic[T]):
-    """What each rank returned, in rank order. Beside it what each printed and what each left behind (threads, processes, groups)."""
+    """What each rank returned, in rank order; beside it, what each printed, and what each left behind."""
 
     stdout: list[str]
     stderr: list[str]
-    leaks: list[list[str]]
+    leaks: list[tuple[str, ...]]
 
 
 class RankError(AssertionError):
@@ -56,8 +56,9 @@ class RankError(AssertionError):
 
     def __init__(self, title: str, tracebacks: dict[int, str], stdout: list[str], stderr: list[str]) -> None:
         self.tracebacks, self.stdout, self.stderr = tracebacks, stdout, stderr
+        good = [rank for rank in range(len(stdout)) if rank not in tracebacks]
         parts = [title]
-        for rank in sorted(range(len(stdout)), key=[*tracebacks, *range(len(stdout))].index):
+        for rank in [*tracebacks, *good]:
             parts.append(f"===== rank {rank} =====\n{tracebacks.get(rank, 'returned').rstrip()}")
             for name, text in (("stdout", stdout[rank]), ("stderr", stderr[rank])):
                 if text:
@@ -79,15 +80,15 @@ def run_ranks(
 
     Each call finds the caller's environment, folder, `sys.path` and warning filters, the variables of torchrun (RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), random generators seeded with 0, one thread, torch's default dtype and
-    grad mode, and no state of `hasten`. Nobody listens at MASTER_PORT: ranks that use `env://` or `tcp://` meet in a file.
+    grad mode, and no state of `hasten`. Nobody listens at MASTER_PORT: process groups made by `env://` or `tcp://` meet in a file.
 
     Args:
-        function: one that a rank can import: at the top level of a module. Arguments and results travel by pickle, tensors by value.
+        function: one that a rank can import: at the top of a module. Arguments and results travel by pickle, tensors by value.
         world_size: number of ranks.
         timeout: seconds after which the ranks are killed; the error says where each one was.
         env: more environment variables; None takes one away.
         fresh: use new processes and throw them away after it, for a function that changes its process for good.
-        initialise: make the default process group before the call; False leaves that to the function. Afterwards it is destroyed.
+        initialise: make the default process group before the call. False leaves that to the function. It is destroyed either way.
 
     Raises:
         RankError: with the traceback and the output of every rank.
@@ -95,23 +96,8 @@ def run_ranks(
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
     call = _pickled(function, args, kwargs)
-    filters = [_plain_filter(*entry) for entry in warnings.filters]
-    port = _free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        cases = [
-            Case(
-                call=call,
-                environ=_environ(rank, world_size, port, env or {}),
-                folder=os.getcwd(),
-                sys_path=sys.path,
-                filters=filters,
-                store=os.path.join(folder, "store"),
-                stdout=os.path.join(folder, f"{rank}.stdout"),
-                stderr=os.path.join(folder, f"{rank}.stderr"),
-                group_timeout=2 * timeout if initialise else None,
-            )
-            for rank in range(world_size)
-        ]
+        cases = _cases(call, world_size, folder, env or {}, group_timeout=2 * timeout if initialise else None)
         with _pool().lend(world_size, fresh) as ranks:
             outcomes = _run(ranks, cases, timeout)
         stdout, stderr = [_read(case.stdout) for case in cases], [_read(case.stderr) for case in cases]
@@ -135,21 +121,35 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return pickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"run_ranks can not send this call to another process: {error}. The function must stand at the top level of its module "
-            "(no lambda, no function inside another one), and its arguments must be picklable."
+            f"run_ranks can not send this call to another process: {error}. The function must stand at the top level of its "
+            "module (no lambda, no function inside another one), and its arguments must be picklable."
         ) from error
 
 
-def _environ(rank: int, world_size: int, port: int, env: dict[str, str | None]) -> dict[str, str]:
-    wanted = {
-        **os.environ,
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **env,
-    }
-    return {name: value for name, value in wanted.items() if value is not None}
+def _cases(
+    call: bytes, world_size: int, folder: str, env: dict[str, str | None], group_timeout: float | None
+) -> list[Case]:
+    port = str(_free_port())
+    size = str(world_size)
+    filters = [_plain_filter(*entry) for entry in warnings.filters]
+    cases = []
+    for rank in map(str, range(world_size)):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        environ = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env}
+        cases.append(
+            Case(
+                call=call,
+                environ={name: value for name, value in environ.items() if value is not None},
+                folder=os.getcwd(),
+                sys_path=sys.path,
+                filters=filters,
+                store=os.path.join(folder, "store"),
+                stdout=os.path.join(folder, f"{rank}.stdout"),
+                stderr=os.path.join(folder, f"{rank}.stderr"),
+                group_timeout=group_timeout,
+            )
+        )
+    return cases
 
 
 def _free_port() -> int:
@@ -158,8 +158,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _plain_filter(action: str, message: Any, category: type[Warning], module: Any, line: int) -> tuple[Any, ...]:
-    """Undo what `warnings.filterwarnings` made of its arguments: patterns are compiled, absent ones are None."""
+def _plain_filter(action: str, message: Any, category: Any, module: Any, line: int) -> tuple[Any, str, Any, str, int]:
+    """Undo what `warnings.filterwarnings` made of its arguments: patterns are compiled there, and empty ones are None."""
     return action, getattr(message, "pattern", message or ""), category, getattr(module, "pattern", module or ""), line
 
 
@@ -174,89 +174,87 @@ class _Rank:
     def __init__(self, context: Any) -> None:
         self.connection, far = context.Pipe()
         self._process = context.Process(target=serve, args=(far,), name="rank")
-        with _zygote_environment():
+        with _start_environment():
             self._process.start()
         far.close()
 
     def is_alive(self) -> bool:
         return not self.connection.closed and self._process.is_alive()
 
-    def receive(self) -> Any:
-        """Return the next message, which must be there; an `Outcome` with an error if the process is gone."""
-        try:
-            if self.connection.poll():
-                return self.connection.recv()
-        except (EOFError, OSError):
-            pass
-        self._process.join(ANSWER_LIMIT)
-        return Outcome(error=f"the process died: {_meaning(self._process.exitcode)}")
-
     def signs(self) -> tuple[Any, Any]:
-        """Return what to wait for: a message, or the end of the process (whose own children may hold its pipe open)."""
+        """Return what to wait for: a message, or the end of the process (its own children may hold its end of the pipe open)."""
         return self.connection, self._process.sentinel
 
+    def send(self, message: Any) -> None:
+        with suppress(OSError):  # it has died, which `receive` will tell
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """Return the message that is there; an `Outcome` with an error if the process is gone."""
+        with suppress(EOFError, OSError):
+            if self.connection.poll():
+                return self.connection.recv()
+        self._process.join(ANSWER_LIMIT)
+        code = self._process.exitcode
+        died = f"signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"exit code {code}"
+        return Outcome(error=f"the process died: {died}")
+
     def where(self) -> str:
-        """Return the stacks of a stuck process. One that does not answer is aborted, so that faulthandler prints them to its stderr."""
-        try:
-            self.connection.send(STACKS)
-        except OSError:
-            return "the process is gone"
+        """Return the stacks of a stuck process. One that does not answer is aborted: faulthandler then prints them."""
+        self.send(STACKS)
         deadline = time.monotonic() + ANSWER_LIMIT
-        while self.connection.poll(max(0.0, deadline - time.monotonic())):
+        while wait(self.signs(), max(0.0, deadline - time.monotonic())):
             message = self.receive()
             if isinstance(message, str):
                 return message
             if message.error:
-                return message.error
+                return str(message.error)
         os.kill(self._process.pid, signal.SIGABRT)
         self._process.join(ANSWER_LIMIT)
-        return "it did not answer, so native code holds the interpreter: see its stderr"
+        return "it did not answer, since native code holds the interpreter: see its stderr"
 
     def kill(self) -> None:
         """End the process, and those that it started, at once."""
-        if self._process.is_alive():
+        with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 child.kill()
-            self._process.kill()
-        self._process.join(CLEAN_LIMIT)
+        self._process.kill()
+        self._process.join(TEAR_DOWN_LIMIT)
         self.connection.close()
 
 
-def _meaning(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    return f"signal {-code} ({signal.strsignal(-code)})"
-
-
 @contextmanager
-def _zygote_environment() -> Iterator[None]:
+def _start_environment() -> Iterator[None]:
     """Let a process that starts now find this package, and start no threads when it imports numpy and torch."""
     wanted = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    wanted["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    wanted["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class _Pool:
     """Warm ranks, made when they are first needed."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context(START_METHOD)
+        self._context: Any = multiprocessing.get_context(START_METHOD)
         if START_METHOD == "forkserver":
             self._context.set_forkserver_preload(["tests.rank_zygote"])
         self._idle: list[_Rank] = []
 
     @contextmanager
     def lend(self, count: int, fresh: bool) -> Iterator[list[_Rank]]:
-        """Lend `count` live ranks. Those that were killed meanwhile do not come back, nor do any if the body raises or `fresh` is set."""
-        idle = [] if fresh else [rank for rank in self._idle if rank.is_alive()]
-        self._idle = self._idle if fresh else idle[count:]
-        ranks = idle[:count]
+        """Lend `count` ranks. Those that are killed meanwhile do not come back; none does if the body raises or `fresh` is set."""
+        ranks = [] if fresh else [rank for rank in self._idle if rank.is_alive()][:count]
+        self._idle = [rank for rank in self._idle if rank not in ranks and rank.is_alive()]
         try:
             new = [_Rank(self._context) for _ in range(count - len(ranks))]
             ranks += new
@@ -269,16 +267,28 @@ class _Pool:
             if fresh:
                 _kill(ranks)
             self._idle = [rank for rank in ranks if rank.is_alive()] + self._idle
+            _kill(self._idle[KEPT:])
+            del self._idle[KEPT:]
 
     def close(self) -> None:
         _kill(self._idle)
-        self._idle = []
+        self._idle.clear()
+
+
+_POOLS: dict[int, _Pool] = {}  # by process: a fork of this one must not use its parent's ranks
+atexit.register(close_pool)
+
+
+def _pool() -> _Pool:
+    if os.getpid() not in _POOLS:
+        _POOLS[os.getpid()] = _Pool()
+    return _POOLS[os.getpid()]
 
 
 def _require_ready(ranks: Sequence[_Rank]) -> None:
     deadline = time.monotonic() + START_LIMIT
     for rank in ranks:
-        if not rank.connection.poll(max(0.0, deadline - time.monotonic())):
+        if not wait(rank.signs(), max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"a rank was not ready {START_LIMIT:g} s after it was started")
         if isinstance(message := rank.receive(), Outcome):
             raise RuntimeError(f"a rank did not start: {message.error}")
@@ -290,16 +300,16 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 
 
 def _run(ranks: list[_Rank], cases: list[Case], timeout: float) -> list[Outcome]:
-    """Run one case per rank. No rank tears down before all have their results; ranks that can't be used again are killed."""
-    for rank, case in zip(ranks, cases, strict=True):
-        rank.connection.send(case)
-    outcomes = _collect(ranks, timeout)
-    if not any(outcome.error for outcome in outcomes):
-        for rank in ranks:
-            rank.connection.send(FINISH)
-        cleaned = _collect(ranks, CLEAN_LIMIT)
-        outcomes = [replace(after, value=outcome.value) for after, outcome in zip(cleaned, outcomes, strict=True)]
-    failed = any(outcome.error for outcome in outcomes)
+    """Run one case per rank, all ranks completing a step before any begins the next. Spoiled ranks are killed."""
+    messages: list[Any] = [*cases]
+    for limit in (timeout, timeout, TEAR_DOWN_LIMIT):  # start, call, tear down
+        for rank, message in zip(ranks, messages, strict=True):
+            rank.send(message)
+        outcomes = _collect(ranks, limit)
+        failed = any(outcome.error for outcome in outcomes)
+        if failed:
+            break
+        messages = [NEXT] * len(ranks)
     _kill([rank for rank, outcome in zip(ranks, outcomes, strict=True) if failed or outcome.leaks])
     return outcomes
 
@@ -310,10 +320,10 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Outcome]:
     deadline, reason = time.monotonic() + timeout, f"no result within {timeout:g} s"
     while missing := [i for i in range(len(ranks)) if i not in outcomes]:
         signs = {sign: i for i in missing for sign in ranks[i].signs()}
-        ready = wait(list(signs), max(0.0, deadline - time.monotonic()))
+        ready = {signs[sign] for sign in wait(list(signs), max(0.0, deadline - time.monotonic()))}
         if not ready:
             break
-        for i in {signs[sign] for sign in ready}:
+        for i in ready:
             outcomes[i] = ranks[i].receive()
             if outcomes[i].error:
                 ranks[i].kill()
@@ -322,13 +332,3 @@ def _collect(ranks: list[_Rank], timeout: float) -> list[Outcome]:
     for i in missing:
         outcomes[i] = Outcome(error=f"{reason}; it was here:\n{ranks[i].where()}")
     return [outcomes[i] for i in range(len(ranks))]
-
-
-_POOLS: dict[int, _Pool] = {}  # by process: a fork of this process must not use its parent's ranks
-atexit.register(close_pool)
-
-
-def _pool() -> _Pool:
-    if os.getpid() not in _POOLS:
-        _POOLS[os.getpid()] = _Pool()
-    return _POOLS[os.getpid()]

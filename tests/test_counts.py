@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.counts import Operations, count_calls
 from benchmarks.launch import command
 from benchmarks.loops import BATCH, prepared_loop, raw_loop, same_weights
+
 from tests.ranks import run_ranks
 
 LIBRARY = os.environ.get("COUNTS_LIBRARY", "hasten")

@@ -18,6 +18,7 @@ from hasten.settings.handlers import (
     ProfileKwargs,
 )
 from hasten.settings.kwargs import KwargsHandler
+from hasten.settings.parallelism import ParallelismSizes
 from hasten.settings.project import ProjectConfiguration
 from hasten.state.accelerator import AcceleratorState
 from hasten.world import process
@@ -127,10 +128,16 @@ def choose_world(world: World | None, ranks: Sequence[int] | None, cpu: bool, gr
     """The world of its own that an Accelerator asks for, or None for the default world.
 
     Raises:
-        ValueError: both a world and ranks.
+        ValueError: both a world and ranks, or a world and something that was settled when it was made.
     """
     if world is not None and ranks is not None:
         raise ValueError("Pass `world` or `ranks`, not both: `ranks` makes a world of some ranks of the default one.")
+    if world is not None and group:
+        raise ValueError(
+            f"InitProcessGroupKwargs({', '.join(group)}) cannot change a world that exists already: leave out the handler or `world`."
+        )
+    if world is not None and cpu and not world.row.is_cpu:
+        raise ValueError(f"cpu=True contradicts `world`, which is on {world.device}: leave out one of them.")
     if ranks is not None:
         return process.start(cpu, **group).part(ranks)
     return world
@@ -145,6 +152,8 @@ def check_parallelism(config: Any, world: World) -> None:
     """
     if config is None:
         return
+    if not isinstance(config, ParallelismSizes):
+        raise ValueError(f"parallelism_config={config!r} is not a ParallelismConfig, e.g. ParallelismConfig(dp_replicate_size=2).")
     others = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
     if others:
         raise NotImplementedError(
@@ -179,14 +188,14 @@ def open_session(
     init = handlers["init_handler"]
     group = {} if init is None else init.to_kwargs()
     own_world = choose_world(world, ranks, cpu, group)
+    check_parallelism(parallelism_config, own_world or process.start(cpu, **group))
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,
         parallelism_config=parallelism_config,
         _from_accelerator=True,
-        **({"_world": own_world} if own_world is not None else group),
+        **({} if own_world is None else {"_world": own_world}),
     )
-    check_parallelism(parallelism_config, state.world)
     return Session(
         state,
         accumulation,

@@ -15,7 +15,7 @@ from hasten.training.accumulation import GradientState
 from hasten.world.context import CONTEXT
 
 if TYPE_CHECKING:
-    from hasten.parallel.plan import Plan
+    from hasten.parallel.plan import Recipe
     from hasten.precision.scaler import LossScaling
     from hasten.settings.accumulation import GradientAccumulationPlugin
     from hasten.settings.dataloading import DataLoaderConfiguration
@@ -69,12 +69,11 @@ class Session:
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
         self.custom: list[Any] = []
-        self.plans: list[Plan] = []
+        self.recipes: dict[int, tuple[Recipe, list[str]]] = {}
 
     def _set_precision(self, precision: str) -> None:
         from hasten.precision import autocast
 
-        autocast.check_supported(precision, self.world.row)
         self.dtype = autocast.DTYPES[precision]
         if precision == "fp16":
             from hasten.precision.scaler import LossScaling
@@ -104,15 +103,16 @@ class Session:
         self._check_device_map(model)
         from hasten.parallel import plan
 
-        wrapped, record = plan.prepare(
+        recipe = plan.Recipe(self.world, self.engine, before=self._transforms())
+        wrapped, steps = plan.prepare(
             model,
-            plan.Recipe(self.world, self.engine, before=self._transforms()),
+            recipe,
             place=(self.device_placement if placement is None else placement) and not self.is_spread(model),
             evaluation=evaluation,
         )
         setattr(wrapped, _PREPARED, True)
         self.models.append(wrapped)
-        self.plans.append(record)
+        self.recipes[id(wrapped)] = recipe, steps
         return wrapped
 
     def _transforms(self) -> list[Any]:
@@ -276,17 +276,21 @@ class Session:
 
     def explain(self, item: Any) -> Any:
         """The plans of the prepared models, or the one of `item`."""
-        if item is None:
-            from hasten.parallel.plan import Plans
+        from hasten.parallel import plan
 
-            return Plans(self.plans)
-        for model, plan in zip(self.models, self.plans, strict=True):
-            if item is model or item is self.engine.unwrap(model):
-                return plan
-        raise ValueError(
-            f"explain({type(item).__name__}): this Accelerator has not prepared that object as a model; it has prepared "
-            f"{[type(self.engine.unwrap(model)).__name__ for model in self.models]}."
-        )
+        found = [
+            plan.describe(self.engine.unwrap(model), *self.recipes.get(id(model), (plan.Recipe(self.world, self.engine), [])))
+            for model in self.models
+            if item is None or item is model or item is self.engine.unwrap(model)
+        ]
+        if item is None:
+            return plan.Plans(found)
+        if not found:
+            raise ValueError(
+                f"explain({type(item).__name__}): this Accelerator has not prepared that object as a model; it has prepared "
+                f"{[type(self.engine.unwrap(model)).__name__ for model in self.models]}."
+            )
+        return found[0]
 
     def skip_first_batches(self, loader: Any, num_batches: int) -> Any:
         """A loader without its first batches."""
@@ -345,7 +349,7 @@ class Session:
 
     def clear(self) -> None:
         """Forget every prepared object and collect what nobody else holds."""
-        for held in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.plans):
+        for held in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.recipes):
             held.clear()
         if self.scaling is not None:
             self.scaling.leave_all()

@@ -39,7 +39,7 @@ class _Kind(NamedTuple):
     files: str
     build: str = ""
     package: str = ""
-    count: Callable[[], int | None] = lambda: None
+    counter: Callable[[], int | None] = lambda: None
 
 
 def _nvidia_count() -> int | None:
@@ -68,8 +68,8 @@ def _amd_count() -> int | None:
 
 
 _KINDS = (
-    _Kind("cuda", "CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]* /dev/dxg", build="cuda", count=_nvidia_count),
-    _Kind("rocm", "HIP_VISIBLE_DEVICES", "/dev/kfd", build="hip", count=_amd_count),
+    _Kind("cuda", "CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]* /dev/dxg", build="cuda", counter=_nvidia_count),
+    _Kind("rocm", "HIP_VISIBLE_DEVICES", "/dev/kfd", build="hip", counter=_amd_count),
     _Kind("xpu", "ZE_AFFINITY_MASK", "/dev/dri/renderD*", build="xpu"),
     _Kind("npu", "ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*", package="torch_npu"),
     _Kind("mlu", "MLU_VISIBLE_DEVICES", "/dev/cambricon_dev*", package="torch_mlu"),
@@ -120,7 +120,7 @@ def _accelerators(environ: Mapping[str, str] | None) -> tuple[int, str]:
     for kind in _KINDS:
         ours = kind.build in builds if kind.build else PathFinder.find_spec(kind.package) is not None
         if ours and (os.name == "nt" or any(glob.glob(pattern) for pattern in kind.files.split())):
-            count = kind.count()
+            count = kind.counter()
             if count is None:
                 return _ask_torch(), kind.visible
             mask = (environment.snapshot() if environ is None else environ).get(kind.visible)

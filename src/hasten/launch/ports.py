@@ -10,33 +10,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import TracebackType
 
+_TRIES = 100
+
 
 class HeldPort:
     """A port of this machine that no other launch can pick while this object lives.
 
-    On Linux the port stays reserved for the whole job: it is bound with SO_REUSEADDR but not listened on. The kernel then
-    gives it to nobody who asks for any free port, while rank 0, which asks for this very number (and allows reuse, as
-    torch's store does), may listen on it. Elsewhere such sharing is unsafe; there the port is free again at once, and only
-    a program that happens to be given it within the milliseconds until rank 0 starts could take it.
+    Two sockets hold it for the whole job. Its UDP twin is bound exclusively: that keeps out other launches that want the
+    same number. On Linux the port itself is bound as well, with SO_REUSEADDR but without listening: the kernel then gives it
+    to nobody who asks for any free port, while rank 0, which asks for this very number and allows reuse, as torch's store
+    does, may listen on it. Elsewhere such sharing is unsafe; there, a program that is no launch and happens to be given the
+    port within the moment until rank 0 starts could take it.
 
     Args:
         wanted: the number to take; 0 for any free one.
 
     Raises:
-        OSError: `wanted` is in use.
+        OSError: `wanted` is in use (EADDRINUSE), or may not be used.
     """
 
     def __init__(self, wanted: int = 0) -> None:
-        self._socket: socket.socket | None = _bind(wanted)
-        self.number: int = self._socket.getsockname()[1]
+        self._sockets = _hold(wanted) if wanted else _hold_any()
+        self.number: int = self._sockets[1].getsockname()[1]
         if sys.platform != "linux":
-            self.release()
+            self._sockets[0].close()
 
     def release(self) -> None:
         """Let anyone have the port."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        for held in self._sockets:
+            held.close()
 
     def __enter__(self) -> HeldPort:
         return self
@@ -59,7 +61,7 @@ def take_port(wanted: int | None) -> tuple[HeldPort, str]:
 
 
 def is_busy(number: int) -> bool:
-    """Whether something on this machine listens on the port."""
+    """Whether something on this machine listens on the port, or another launch holds it."""
     try:
         HeldPort(number).release()
     except OSError:
@@ -67,14 +69,27 @@ def is_busy(number: int) -> bool:
     return False
 
 
-def _bind(number: int) -> socket.socket:
+def _hold(number: int) -> tuple[socket.socket, socket.socket]:
     # The IPv4 wildcard conflicts with listeners on any address of either family, except IPv6-only ones.
-    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    twin = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         if sys.platform != "win32":  # there, this option would let us steal a port that is in use
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("", number))
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("", number))
+        twin.bind(("127.0.0.1", port.getsockname()[1]))
     except OSError:
-        bound.close()
+        port.close()
+        twin.close()
         raise
-    return bound
+    return port, twin
+
+
+def _hold_any() -> tuple[socket.socket, socket.socket]:
+    for _ in range(_TRIES):
+        try:
+            return _hold(0)
+        except OSError as error:  # free, but its twin is not
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, "no free port was found")

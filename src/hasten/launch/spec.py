@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.launch.machine import Machine, look
-from hasten.launch.ports import is_busy
 from hasten.settings import environment
 from hasten.settings.resolve import ENVIRONMENT, FLAG, Value
 from hasten.settings.schema import ELASTIC, TABLE, WORKER, Setting
@@ -79,8 +77,8 @@ class LaunchSpec(NamedTuple):
             "MASTER_PORT": str(port),
         }
         if "KMP_AFFINITY" in self.environment:  # else all processes would sit on the same cores
-            threads = self.environment.get("OMP_NUM_THREADS", "1").partition(",")[0]
-            variables["KMP_AFFINITY"] = KMP_AFFINITY.format(local_rank * int(threads))
+            threads = self.value("num_cpu_threads_per_process") or (int(self.environment["OMP_NUM_THREADS"]),)
+            variables["KMP_AFFINITY"] = KMP_AFFINITY.format(local_rank * threads[0])
         return variables
 
 
@@ -112,7 +110,7 @@ def plan(
     low, high = settings["num_machines"].value
     total = _process_count(settings, machine, high)
     engine = _engine(settings, total, high)
-    _check_machines(settings, engine)
+    _check_machines(settings)
     local = total // high
     return LaunchSpec(
         engine=engine,
@@ -148,9 +146,11 @@ def _refuse_contradictions(settings: Mapping[str, Value]) -> None:
 def _program(settings: Mapping[str, Value], script: str, arguments: Sequence[str]) -> tuple[str, ...]:
     if settings["module"].value:
         _check_module(script)
-        target = ("-m", script)
+        target: tuple[str, ...] = ("-m", script)
     elif settings["no_python"].value:
-        if shutil.which(script) is None:
+        from shutil import which  # costs as much as a small launch; needed here alone
+
+        if which(script) is None:
             raise ValueError(f"The program {script!r} does not exist, or may not be executed (--no_python).")
         return (script, *arguments)
     else:
@@ -175,7 +175,9 @@ def _check_script(script: str) -> None:
 def _check_module(module: str) -> None:
     top = module.partition(".")[0]
     if top not in sys.builtin_module_names and PathFinder.find_spec(top, ["", *sys.path]) is None:
-        raise ValueError(f"The module {module!r} cannot be found: no {top!r} in {os.getcwd()} or among the installed ones.")
+        raise ValueError(
+            f"The module {module!r} cannot be found: no {top!r} in {os.getcwd()} or among the installed ones."
+        )
 
 
 def _process_count(settings: Mapping[str, Value], machine: Machine, machines: int) -> int:
@@ -226,7 +228,7 @@ def _engine(settings: Mapping[str, Value], total: int, machines: int) -> str:
     return LOCAL if total > 1 else REPLACE
 
 
-def _check_machines(settings: Mapping[str, Value], engine: str) -> None:
+def _check_machines(settings: Mapping[str, Value]) -> None:
     """Refuse what cannot find the other machines."""
     low, high = settings["num_machines"].value
     rank, port, backend = (settings[name] for name in ("machine_rank", "main_process_port", "rdzv_backend"))
@@ -235,7 +237,7 @@ def _check_machines(settings: Mapping[str, Value], engine: str) -> None:
             f"{_named('machine_rank', rank)}, but there are {high} machines ({settings['num_machines'].where}): ranks go "
             f"from 0 to {high - 1}."
         )
-    if high == 1:
+    if high == 1 and backend.value in ("static", "c10d"):
         return
     needed = ["main_process_ip", "main_process_port"]
     if backend.value == "static":
@@ -245,14 +247,19 @@ def _check_machines(settings: Mapping[str, Value], engine: str) -> None:
     missing = [f"--{name}" for name in needed if settings[name].value is None]
     if missing:
         raise ValueError(
-            f"A job of {high} machines ({settings['num_machines'].where}) also needs {', '.join(missing)}: address and a "
-            "free port of the machine with rank 0, the same on all machines, and each machine's own rank."
+            f"{_named('num_machines', Value(high, where=settings['num_machines'].where))}, with {_named('rdzv_backend', backend)}"
+            f": that also needs {', '.join(missing)}. All machines are given the address and a free port of the machine with "
+            "rank 0; each is given its own rank."
         )
     if port.value == 0:
         raise ValueError(
             f"{_named('main_process_port', port)}: all machines must know the port. Choose a free one of the main machine."
         )
-    if rank.value == 0 and is_busy(port.value):
+    if rank.value != 0 or high == 1:
+        return
+    from hasten.launch.ports import is_busy  # imports socket
+
+    if is_busy(port.value):
         raise ValueError(f"{_named('main_process_port', port)}, which is in use here. Choose another, on all machines.")
 
 
@@ -261,7 +268,9 @@ def _environment(
 ) -> dict[str, str]:
     """What every process gets, beyond its rank."""
     variables = {
-        row.env: write(row, settings[row.name].value) for row in TABLE if row.flags and _is_exported(row, settings[row.name])
+        row.env: write(row, settings[row.name].value)
+        for row in TABLE
+        if row.flags and _is_exported(row, settings[row.name])
     }
     if not settings["num_cpu_threads_per_process"].chosen and local > 1:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cores // local))
@@ -279,4 +288,9 @@ def _environment(
 
 def _is_exported(row: Setting, value: Value) -> bool:
     """Values from the environment reach the processes as they are."""
-    return row.applies == WORKER and value.value is not None and value.origin != ENVIRONMENT and (row.always or value.chosen)
+    return (
+        row.applies == WORKER
+        and value.value is not None
+        and value.origin != ENVIRONMENT
+        and (row.always or value.chosen)
+    )

@@ -10,7 +10,6 @@ import torch
 
 from hasten.parallel.replicate import first_dtensor
 from hasten.protocols import Engine, Transform
-from hasten.weights import names
 from hasten.world.process import World
 
 
@@ -68,8 +67,12 @@ class Plans(list[Plan]):
         return "\n\n".join(map(str, self)) or "nothing has been prepared yet"
 
 
-def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: bool) -> tuple[torch.nn.Module, Plan]:
+def prepare(
+    model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: bool
+) -> tuple[torch.nn.Module, list[str]]:
     """Prepare a model: transforms on the plain module, then its device, then the engine, then what must see the whole.
+
+    Returns the prepared model and the names of the steps that were taken.
 
     Args:
         model: the user's model; changed in place where a step can.
@@ -90,11 +93,13 @@ def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: boo
     for transform in recipe.after:
         wrapped = transform.apply(wrapped)
         steps.append(transform.name)
-    return wrapped, describe(model, recipe, steps)
+    return wrapped, steps
 
 
 def describe(model: torch.nn.Module, recipe: Recipe, steps: Sequence[str]) -> Plan:
-    """The record of a prepared model."""
+    """The plan of a prepared model, as the model is now."""
+    from hasten.weights import names
+
     dtypes: Counter[str] = Counter()
     parameter_bytes = gradient_bytes = 0
     for parameter in model.parameters():

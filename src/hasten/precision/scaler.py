@@ -50,6 +50,8 @@ class LossScaling:
 
     def unscale(self, optimizers: Iterable[Any]) -> None:
         """Divide the gradients of some prepared optimizers by the scale, at most once per step."""
+        if not self.scaler.is_enabled():
+            return
         for optimizer in optimizers:
             while hasattr(optimizer, "optimizer"):
                 optimizer = optimizer.optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hasten.settings.kwargs import KwargsHandler
 
@@ -29,7 +30,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_steps is not None and (isinstance(self.num_steps, bool) or int(self.num_steps) < 1):
+        steps: Any = self.num_steps
+        if steps is not None and (not hasattr(steps, "__index__") or isinstance(steps, bool) or steps < 1):
             raise ValueError(
                 f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): the number of micro-batches per update must "
                 "be a whole number of at least 1."

@@ -67,7 +67,9 @@ def load(path: str) -> ConfigFile:
             continue
         value = _value(path, key, rows[key], text)
         if name in values and values[name] != value:
-            raise ValueError(f"{path}: {keys[name]} and {key} set the same thing to different values; keep one of them.")
+            raise ValueError(
+                f"{path}: {keys[name]} and {key} set the same thing to different values; keep one of them."
+            )
         values[name], keys[name] = value, key
     return ConfigFile(path, values, keys)
 

@@ -45,10 +45,7 @@ class ParallelismSizes:
     def __post_init__(self) -> None:
         for axis in AXES:
             name = f"{axis}_size"
-            if getattr(self, name) is None:
-                setattr(self, name, int(environment.raw(f"PARALLELISM_CONFIG_{name.upper()}") or 1))
-            if int(getattr(self, name)) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a mesh axis has at least 1 rank; 1 switches it off.")
+            setattr(self, name, _size(name, getattr(self, name)))
         for axis, allowed in _BACKENDS.items():
             name = f"{axis}_backend"
             if getattr(self, name) is None:
@@ -152,3 +149,16 @@ class ParallelismSizes:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (int, str)) and not isinstance(value, bool)
         }
+
+
+def _size(name: str, given: Any) -> int:
+    variable = f"PARALLELISM_CONFIG_{name.upper()}"
+    value = environment.raw(variable) or 1 if given is None else given
+    try:
+        size = int(value)
+    except (TypeError, ValueError):
+        size = 0
+    if size < 1 or (not isinstance(value, str) and size != value):
+        source = variable if given is None else name
+        raise ValueError(f"{source}={value!r}: a mesh axis has a whole number of ranks, at least 1; 1 switches it off.")
+    return size

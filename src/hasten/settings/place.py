@@ -64,19 +64,23 @@ class Place:
 def read_place(environ: Mapping[str, str] | None = None) -> Place:
     """Read this process's place from the environment.
 
-    torchrun's variables (`RANK`, `WORLD_SIZE`, ...) win; then a SLURM step of several tasks; then MPI.
+    torchrun's variables (`RANK` and `WORLD_SIZE`) win; then MPI's; then those of a SLURM step of several tasks.
 
     Raises:
         ValueError: the variables are incomplete or contradict each other.
     """
     environ = os.environ if environ is None else environ
-    if "WORLD_SIZE" in environ or "RANK" in environ:
+    if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _from_torchrun(environ)
-    if int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environ:
-        return _from_slurm(environ)
+    slurm = _whole(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ
     for family, names in _MPI_FAMILIES.items():
-        if int(environ.get(names[1], "1")) > 1:
+        # Inside an allocation mpirun starts one SLURM task per machine, so its ranks see SLURM's numbers of that task. srun in turn
+        # sets PMI's rank and size, but no local rank.
+        if _whole(environ, names[1], 1) > 1 and (names[2] in environ or not slurm):
             return _from_mpi(family, names, environ)
+    if slurm:
+        return _from_slurm(environ)
+    _check_alone(environ)
     return Place()
 
 
@@ -86,13 +90,17 @@ def threads_are_chosen(environ: Mapping[str, str] | None = None) -> bool:
     return any(environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
+def _check_alone(environ: Mapping[str, str]) -> None:
+    if not environ.get("RANK") and _whole(environ, "WORLD_SIZE", 1) == 1:
+        return
+    missing, partner = ("WORLD_SIZE", "RANK") if environ.get("RANK") else ("RANK", "WORLD_SIZE")
+    raise ValueError(
+        f"The environment variable {missing} is missing although {partner}={environ[partner]} is set: a process of a job needs "
+        "both. Start the job with `hasten launch` or torchrun, or unset both to run alone."
+    )
+
+
 def _from_torchrun(environ: Mapping[str, str]) -> Place:
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environ]
-    if missing:
-        raise ValueError(
-            f"The environment variable {missing[0]} is missing although its partner is set: a process of a job needs both "
-            "RANK and WORLD_SIZE. Start the job with `hasten launch` or torchrun, or unset both to run alone."
-        )
     size = _whole(environ, "WORLD_SIZE")
     local_size = _whole(environ, "LOCAL_WORLD_SIZE", size)
     rank = _whole(environ, "RANK")
@@ -135,10 +143,11 @@ def _from_mpi(family: str, names: tuple[str, str, str, str], environ: Mapping[st
             "processes cannot find each other. Export MASTER_ADDR=<address of the machine of rank 0> to all of them "
             "(Open MPI: mpirun -x MASTER_ADDR=...)."
         )
+    rank = _whole(environ, rank_name)
     return Place(
-        rank=_whole(environ, rank_name),
+        rank=rank,
         world_size=size,
-        local_rank=_whole(environ, local_rank_name, 0),
+        local_rank=_whole(environ, local_rank_name, rank % local_size if local_size > 0 else 0),
         local_world_size=local_size,
         launcher=family,
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
@@ -148,11 +157,10 @@ def _from_mpi(family: str, names: tuple[str, str, str, str], environ: Mapping[st
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list: `node[03-05,9],other` gives `node03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    match = re.match(r"(?:[^,\[\]]|\[[^\]]+\])+", nodes)
     if match is None:
         raise ValueError(f"SLURM's node list {nodes!r} cannot be read. Export MASTER_ADDR=<host of rank 0> instead.")
-    head, first, tail = match.groups()
-    return head + (first or "") + (tail or "")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
 
 
 def expand_task_counts(counts: str) -> list[int]:
@@ -167,8 +175,8 @@ def expand_task_counts(counts: str) -> list[int]:
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None:
+    text = environ.get(name, "").strip()
+    if not text:
         if default is None:
             raise ValueError(f"The environment variable {name} is missing; a process of a distributed job needs it.")
         return default

@@ -63,12 +63,12 @@ def describe(setting: Setting) -> str:
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest of `among`, or nothing."""
+    """` (did you mean 'x'?)` for the closest of `among`, or nothing."""
     import difflib  # only on the way to an error
 
     spelled = {option.lower(): option for option in among}
     close = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.5)
-    return f"; did you mean {spelled[close[0]]!r}?" if close else ""
+    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
 
 
 def _one_of(choices: Iterable[str]) -> str:
@@ -126,7 +126,7 @@ def _range(setting: Setting, text: str) -> tuple[int, int]:
     first = _int(setting, low)
     last = _int(setting, high) if high else first
     if last < first:
-        raise ValueError(f"is {text!r}, but the first number must not be above the second; did you mean {last}:{first}?")
+        raise ValueError(f"is {text!r}, but must be fewest:most (did you mean {last}:{first}?)")
     return first, last
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from hasten.settings import environment
 from hasten.settings.enums import PrecisionType
 from hasten.state.partial import PartialState, ProcessView, describe, summary
+from hasten.world import process
 from hasten.world.context import CONTEXT
 from hasten.world.process import World
 
@@ -17,10 +18,18 @@ class AcceleratorState(ProcessView):
     An Accelerator on a world of its own (`Accelerator(ranks=...)`) has a state of its own, so that two of them can differ.
 
     Raises:
-        ValueError: it is built before any Accelerator, the precision is unknown, or it differs from the one in use.
+        ValueError: it is built before any Accelerator, the precision is unknown or not supported by the device, or it differs
+            from the one in use.
     """
 
     _shared_state: dict[str, Any] = CONTEXT.accelerator_state
+    _known_attrs = (
+        *PartialState._known_attrs,
+        "_mixed_precision",
+        "dynamo_plugin",
+        "fsdp_plugin",
+        "megatron_lm_plugin",
+    )
     _world: World
     _mixed_precision: str
     num_processes: int
@@ -43,7 +52,10 @@ class AcceleratorState(ProcessView):
         world = kwargs.pop("_world", None)
         self.__dict__ = self._shared_state if world is None else {}
         if self.initialized:
-            self._check_same(mixed_precision, cpu)
+            process.start(cpu, **kwargs)
+            self._check_same(mixed_precision)
+            if parallelism_config is not None:
+                self.parallelism_config = parallelism_config
             return
         if not _from_accelerator:
             raise ValueError(
@@ -53,11 +65,15 @@ class AcceleratorState(ProcessView):
         precision = read_precision(mixed_precision)
         if world is None:
             partial = PartialState(cpu, **kwargs)
-            self.__dict__.update(partial._shared_state)
-            world = partial.world
+            world, attributes = partial.world, partial._shared_state
         else:
-            self.__dict__.update(describe(world))
+            attributes = describe(world)
+        if precision != "no":
+            from hasten.precision import autocast
+
+            autocast.check_supported(precision, world.row)
         self.__dict__.update(
+            attributes,
             _world=world,
             _mixed_precision=precision,
             deepspeed_plugins=deepspeed_plugin,
@@ -69,12 +85,7 @@ class AcceleratorState(ProcessView):
             device_mesh=None,
         )
 
-    def _check_same(self, mixed_precision: str | None, cpu: bool) -> None:
-        if cpu and self._world.device.type != "cpu":
-            raise ValueError(
-                f"cpu=True was asked for, but this process already uses {self._world.device}. Restart the runtime and pass "
-                "`cpu=True` to the first `Accelerator()`."
-            )
+    def _check_same(self, mixed_precision: str | None) -> None:
         if mixed_precision is not None and read_precision(mixed_precision) != self._mixed_precision:
             raise ValueError(
                 "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass "
@@ -119,10 +130,10 @@ class AcceleratorState(ProcessView):
             PartialState._reset_state()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_world", "_mixed_precision") and not self.__dict__:
+        if name in type(self)._known_attrs:
             raise AttributeError(
-                f"`AcceleratorState` object has no attribute `{name.lstrip('_')}`. This happens if "
-                "`AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not reinitialized."
+                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was called "
+                "and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 

@@ -112,6 +112,7 @@ class ProcessView:
     def _only(function: F | None, name: str, chosen: Callable[[], bool]) -> F:
         if function is None:
             raise ValueError(f"`{name}` decorates a function: write `@{name}` above it or call `{name}(function)`.")
+        chosen()  # raises where there is no world; which process runs it is decided by each call
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +161,13 @@ class PartialState(ProcessView):
 
     @property
     def world(self) -> World:
-        """The default world of this process."""
+        """The default world of this process.
+
+        Raises:
+            ValueError: the state was reset.
+        """
+        if not self.initialized:
+            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
         return process.current()
 
     @property

@@ -72,7 +72,7 @@ class Device:
     def synchronize(self) -> None:
         """Wait until the device has done all its work."""
         if not self.is_cpu:
-            torch.accelerator.synchronize()
+            self.module.synchronize()
 
     def empty_cache(self) -> None:
         """Give cached, unused device memory back."""

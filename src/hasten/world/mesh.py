@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.settings.parallelism import AXES, ParallelismSizes
 from hasten.world import torch_private
@@ -73,18 +74,13 @@ def build_mesh(sizes: ParallelismSizes, world: World, device_type: str | None = 
         raise ValueError("A mesh needs a process group: start the script with `hasten launch` or torchrun.")
     axes = tuple(sizes.active_mesh_dims) or ("dp_replicate",)
     shape = tuple(sizes.size(axis) for axis in axes)
-    if len(world.ranks) == world.size and world.ranks == tuple(range(world.size)):
-        mesh = init_device_mesh(device_type or world.device.type, shape, mesh_dim_names=axes)
-    else:
-        import torch
-
+    with torch_private.groups_of_a_mesh(world.timeout):
         ranks = torch.tensor(world.ranks).reshape(shape)
         mesh = DeviceMesh(device_type or world.device.type, ranks, mesh_dim_names=axes)
-    for name, parts in _FLATTENED.items():
-        active = tuple(axis for axis in parts if axis in axes)
-        if active:
-            (mesh[active] if len(active) > 1 else mesh[active[0]])._flatten(name)
-    _apply_timeout(mesh, world)
+        for name, parts in _FLATTENED.items():
+            active = tuple(axis for axis in parts if axis in axes)
+            if active:
+                mesh[active]._flatten(name)
     return mesh
 
 
@@ -96,11 +92,3 @@ def data_rank(world: World, sizes: ParallelismSizes | None) -> int:
 def data_size(world: World, sizes: ParallelismSizes | None) -> int:
     """How many different batches a step has over all processes."""
     return world.size if sizes is None else max(1, world.size // sizes.non_data_parallel_size)
-
-
-def _apply_timeout(mesh: DeviceMesh, world: World) -> None:
-    # torch gives the sub-groups of a mesh its own default instead of the timeout that the user asked for.
-    if world.timeout is None:
-        return
-    for group in torch_private.all_groups():
-        torch_private.set_group_timeout(group, world.timeout)

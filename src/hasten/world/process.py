@@ -7,19 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hasten.settings import environment
 from hasten.settings.enums import DistributedType
-from hasten.settings.place import read_place, threads_are_chosen
+from hasten.settings.place import Place, read_place, threads_are_chosen
+from hasten.world import torch_private
 from hasten.world.context import CONTEXT
 from hasten.world.devices import DEVICES, Device, best_device, device_row
-
-if TYPE_CHECKING:
-    from hasten.settings.place import Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +35,6 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
     backend: str | None = None
-    timeout: timedelta | None = None
     ranks: tuple[int, ...] = (0,)
     forced_cpu: bool = False
 
@@ -53,6 +50,11 @@ class World:
     def row(self) -> Device:
         """The row of this world's device type in the device table."""
         return device_row(self.device)
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """The longest wait of its group's collectives; None without a group."""
+        return None if self.group is None else torch_private.group_timeouts(self.group).get(self.device.type)
 
     @property
     def label(self) -> DistributedType:
@@ -125,7 +127,6 @@ class World:
             device=self.device,
             group=self._new_group(whole),
             backend=self.backend,
-            timeout=self.timeout,
             ranks=whole,
             forced_cpu=self.forced_cpu,
         )
@@ -177,22 +178,23 @@ def start(
             has settled on another device.
     """
     if CONTEXT.world is not None:
-        return _same_world(CONTEXT.world, cpu)
+        return _same_world(CONTEXT.world, cpu, backend, timeout)
     cpu = cpu or bool(environment.get("use_cpu"))
     row, chosen = _choose_device(cpu)
-    place = read_place()
-    wants_group = place.launcher is not None or place.world_size > 1 or dist.is_initialized()
+    place = _find_place()
     device = chosen if chosen is not None else row.at(place.local_rank)
     if chosen is None:
         row.select(device)
-    if not wants_group:
+    if place.launcher is None:
         world = World(device=device, forced_cpu=cpu)
     else:
-        name = backend or row.backend
-        if not dist.is_initialized():
-            _join(place, name, timeout, init_method, group_options)
-        world = _from_group(place, device, timeout, cpu)
+        found = dist.is_initialized()
+        if not found:
+            _join(place, backend or row.backend, timeout, init_method, group_options)
+        world = _from_group(place, device, cpu)
         _share_cores(world)
+        if found:
+            _same_world(world, cpu, backend, timeout)
     CONTEXT.world = world
     return world
 
@@ -203,13 +205,31 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _same_world(world: World, cpu: bool) -> World:
+def _same_world(world: World, cpu: bool, backend: str | None, timeout: timedelta | None) -> World:
     if cpu and not world.row.is_cpu:
         raise ValueError(
             f"cpu=True was asked for, but this process already uses {world.device}. Ask for the CPU when the first "
             "Accelerator or PartialState is built, or set ACCELERATE_USE_CPU=true before the start."
         )
+    if world.group is None:
+        return world
+    if backend is not None and backend != world.backend:
+        raise ValueError(
+            f"backend={backend!r} was asked for, but this process already communicates through {world.backend!r}. Name the "
+            "backend when the first Accelerator or PartialState is built."
+        )
+    if timeout is not None:
+        torch_private.set_group_timeout(world.group, timeout)
     return world
+
+
+def _find_place() -> Place:
+    place = read_place()
+    if not dist.is_initialized() or (place.launcher is not None and place.world_size == dist.get_world_size()):
+        return place
+    # Somebody made the group and has not told the environment: take all its ranks to be on this machine.
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Place(rank, size, rank, size, launcher="torch.distributed")
 
 
 def _choose_device(cpu: bool) -> tuple[Device, torch.device | None]:
@@ -252,20 +272,18 @@ def _join(
     _end_at_exit()
 
 
-def _from_group(place: Place, device: torch.device, timeout: timedelta | None, cpu: bool) -> World:
+def _from_group(place: Place, device: torch.device, cpu: bool) -> World:
     group = dist.group.WORLD
     assert group is not None
     size = dist.get_world_size()
-    matches = place.world_size == size
     return World(
         rank=dist.get_rank(),
         size=size,
-        local_rank=place.local_rank if matches else dist.get_rank(),
-        local_size=place.local_world_size if matches else size,
+        local_rank=place.local_rank,
+        local_size=place.local_world_size,
         device=device,
         group=group,
         backend=dist.get_backend(),
-        timeout=timeout,
         ranks=tuple(range(size)),
         forced_cpu=cpu,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils.data import DataLoader
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -16,10 +19,27 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def group_timeouts(group: dist.ProcessGroup) -> dict[str, timedelta]:
     """The longest wait of a group, by the device type of each of its backends."""
-    return {
-        device.type: group._get_backend(device).options._timeout
-        for device in group._device_types
-    }
+    return {device.type: group._get_backend(device).options._timeout for device in group._device_types}
+
+
+@contextmanager
+def groups_of_a_mesh(timeout: timedelta | None) -> Iterator[None]:
+    """Inside, the groups that a DeviceMesh makes wait for `timeout`, and only their members need to make them.
+
+    By themselves they would wait for torch's default, and every rank of the job would have to make them, in the same order.
+    """
+    from torch.distributed import device_mesh
+
+    original = device_mesh.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "timeout": timeout, "use_local_synchronization": True})
+
+    device_mesh.new_group = new_group
+    try:
+        yield
+    finally:
+        device_mesh.new_group = original
 
 
 def all_groups() -> list[dist.ProcessGroup]:
@@ -42,3 +62,23 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     from torch.amp.grad_scaler import OptState
 
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
+
+
+class LoaderOverIndices(DataLoader[Any]):
+    """A DataLoader that takes the indices of its batches from `self.indices` and not from its samplers themselves."""
+
+    indices: Any
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self.indices
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Make a copied DataLoader start its own workers and not share those of its original."""
+    loader._iterator = None
+
+
+def keeps_workers(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader has workers running that its next pass will use again."""
+    return loader.persistent_workers and loader._iterator is not None

@@ -1,0 +1,1 @@
+"""Checkpoints that no crash can break: folders as transactions, the state of a run, models, and how many are kept."""

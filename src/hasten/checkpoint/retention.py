@@ -1,0 +1,117 @@
+"""Automatic names of checkpoints, which one is the newest, and how many are kept."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hasten.checkpoint import state, store
+from hasten.checkpoint.state import Contents
+from hasten.world.process import World
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+_REMOVED = ".removed"
+
+
+def folder_of_all(project_dir: str | Path) -> Path:
+    """Where the automatically named checkpoints of a project are."""
+    return Path(project_dir).expanduser() / "checkpoints"
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """The folders `checkpoint_{n}` by number, in the order of the numbers. What is complete is not asked."""
+    if not folder.is_dir():
+        return {}
+    found = {
+        int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def newest(folder: Path) -> Path:
+    """The complete checkpoint with the highest number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for path in reversed(numbered(folder).values()):
+        if store.is_complete(path):
+            return path
+        logger.warning("%s is not complete; looking for an older one.", path)
+    raise ValueError(f"There is no complete checkpoint in {folder}. Save one first, or pass `input_dir`.")
+
+
+def check_free(path: Path) -> None:
+    """Check that no checkpoint is in the way of a new one.
+
+    Raises:
+        ValueError: one is.
+    """
+    if path.exists():
+        raise ValueError(
+            f"Checkpoint directory {path} already exists. Please manually override `self.save_iteration` with what iteration to "
+            f"start with: `ProjectConfiguration(iteration={next_iteration(path.parent)})`. `load_state()` sets it by itself."
+        )
+
+
+def next_iteration(folder: Path) -> int:
+    """The first number after all that are there, so that nothing is in the way and the next checkpoint is the newest."""
+    return max(numbered(folder), default=-1) + 1
+
+
+def number_of(path: Path) -> int:
+    """The number of an automatically named checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def prune(newest: Path, total_limit: int) -> list[Path]:
+    """Remove the oldest complete checkpoints beside the one that has just been saved, until `total_limit` are left.
+
+    Incomplete ones are neither counted nor removed. Returns what was removed.
+    """
+    others = [path for path in numbered(newest.parent).values() if path != newest and store.is_complete(path)]
+    surplus = others[: max(0, len(others) + 1 - total_limit)]
+    for path in surplus:
+        # Gone under its name at once, so that a crash leaves no half of it.
+        path.rename(path.with_name(f".{path.name}{_REMOVED}"))
+        logger.info("Removed %s: at most %d checkpoints are kept.", path, total_limit)
+    for path in newest.parent.glob(f".checkpoint_*{_REMOVED}"):
+        shutil.rmtree(path, ignore_errors=True)
+    return surplus
+
+
+def save_numbered(
+    project_dir: str | Path, iteration: int, total_limit: int | None, contents: Contents, world: World, **options: Any
+) -> Path:
+    """Save as `project_dir/checkpoints/checkpoint_{iteration}`, then remove the oldest ones beyond `total_limit`.
+
+    Args:
+        project_dir: the folder of the run.
+        iteration: the number; where several processes save, that of the main process counts.
+        total_limit: how many checkpoints are kept; None keeps all.
+        contents, world, options: as in `state.save`.
+
+    Returns:
+        The checkpoint's folder; `number_of` tells its number.
+
+    Raises:
+        ValueError: the number is taken.
+        OSError, RuntimeError: see `state.save`.
+    """
+    folder = folder_of_all(project_dir)
+
+    def tidy(saved: Path) -> None:
+        if total_limit is not None:
+            prune(saved, total_limit)
+
+    place = folder / f"checkpoint_{iteration}"
+    return state.save(
+        place, contents, world, label=f"numbered in {folder}", check=check_free, after_commit=tidy, **options
+    )

@@ -1,0 +1,324 @@
+"""The state of a run in a folder: the file names and formats of the reference, and the positions of the data loaders."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.checkpoint import positions, random_states, store
+from hasten.weights import read
+from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from hasten.weights.names import without_shared
+from hasten.weights.write import FolderWriter
+from hasten.world import process
+from hasten.world.process import World
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_NAME = "optimizer.bin"
+SCHEDULER_NAME = "scheduler.bin"
+SCALER_NAME = "scaler.pt"
+CUSTOM_NAME = "custom_checkpoint_{}.pkl"
+
+_OURS = re.compile(
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|"
+    r"dl_state_dict(_\d+)?(_rank\d+)?\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds. The order within each list is what ties an object to its files.
+
+    Args:
+        models: the users' own modules.
+        optimizers, schedulers, dataloaders, custom: objects with `state_dict` and `load_state_dict`.
+        scaler: the gradient scaler, or None.
+        step: the number of micro-batches since the last reset.
+    """
+
+    models: Sequence[torch.nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    dataloaders: Sequence[Any] = ()
+    custom: Sequence[Any] = ()
+    scaler: Any = None
+    step: int = 0
+
+
+def save(
+    folder: str | os.PathLike[str],
+    contents: Contents,
+    world: World,
+    *,
+    model_state: Callable[[Any], Mapping[str, Any]] = torch.nn.Module.state_dict,
+    hooks: Iterable[Callable[..., Any]] = (),
+    safe_serialization: bool = True,
+    save_on_each_node: bool = False,
+    label: str | None = None,
+    check: Callable[[Path], object] = lambda folder: None,
+    after_commit: Callable[[Path], object] = lambda folder: None,
+) -> Path:
+    """Write a checkpoint as one transaction; a crash at any moment leaves the old content of the folder or the new one.
+
+    Call it on every process, or on the main process alone: then the random states and loader positions of the others are not in it.
+
+    Args:
+        folder: where; it is made. Files in it that belong to no earlier checkpoint stay.
+        contents: what.
+        world: the processes.
+        model_state: gives a model's tensors by name; called for each model on every process.
+        hooks: called as `hook(models, weights, folder)` on every process before the models are written. They may write into the
+            folder that they are given, which is not yet the final one, and may empty `weights`.
+        safe_serialization: write models as safetensors; False uses `torch.save`.
+        save_on_each_node: where machines have disks of their own, write models, optimizers, ... on each of them.
+        label, check: see `store.transaction`.
+        after_commit: called with the folder, when it is complete, by the process that put it in place.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: this process could not write.
+        RuntimeError: another process could not, or did not come in time.
+    """
+    with store.transaction(folder, world, label=label, is_stale=is_state_file, check=check) as writing:
+        models, weights = list(contents.models), [model_state(model) for model in contents.models]
+        for hook in hooks:
+            hook(models, weights, str(writing.temporary))
+        if writing.is_main or (writing.leads and save_on_each_node):
+            _write_shared(writing.writer, weights, contents, safe_serialization)
+            for index, item in enumerate(contents.custom):
+                writing.writer.save_torch(CUSTOM_NAME.format(index), item.state_dict())
+        random_states.write(writing.writer, world.rank, contents.step, world.row)
+        positions.write(writing.writer, contents.dataloaders, world.rank)
+        writing.before_commit.append(positions.drop_repeated)
+        writing.after_commit.append(after_commit)
+    return writing.target
+
+
+def load(
+    folder: str | os.PathLike[str],
+    contents: Contents,
+    world: World,
+    *,
+    hooks: Iterable[Callable[..., Any]] = (),
+    map_location: Any = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Restore what `save` or the reference wrote. No process waits for another.
+
+    Args:
+        folder: the checkpoint.
+        contents: the objects to restore, in the order in which they were saved.
+        world: the processes; their number may differ from that at saving.
+        hooks: called as `hook(models, folder)` before the models are read; they may empty `models`.
+        map_location: None or "cpu": through host memory; "on_device": straight to this process's device.
+        load_kwargs: arguments of `torch.load` for optimizers, schedulers and the scaler, e.g. `{"weights_only": False}`.
+        load_model_func_kwargs: arguments for loading models, e.g. `strict=False`.
+
+    Returns:
+        {"step": the number of micro-batches}; empty if the checkpoint does not know it.
+
+    Raises:
+        ValueError: there is no such folder.
+        FileNotFoundError: there is no file for one of the objects.
+        RuntimeError: a file is damaged or does not fit, or the number of custom objects differs.
+    """
+    path = store.resolve(folder)
+    store.verify(path)
+    _check_custom(path, len(contents.custom))
+    models = list(contents.models)
+    for hook in hooks:
+        hook(models, str(path))
+    device = _device(map_location, world)
+    _read_shared(path, models, contents, device, load_kwargs, load_model_func_kwargs)
+    positions.read(path, contents.dataloaders, world.rank)
+    for index, item in enumerate(contents.custom):
+        load_custom_state(item, os.fspath(path), index)
+    # Last, since loading the others may draw random numbers.
+    step = random_states.read(path, world.row, world.rank)
+    return {} if step is None else {"step": step}
+
+
+def save_accelerator_state(
+    output_dir: str | os.PathLike[str],
+    model_states: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write states into a folder that exists, file by file, without a transaction; see `save` for one.
+
+    The main process writes models, optimizers, schedulers and the scaler (under `save_on_each_node` the first process of each
+    machine does), every process its random states and loader positions.
+    """
+    folder = Path(output_dir)
+    world = process.current()
+    contents = Contents((), optimizers, schedulers, dataloaders, (), scaler, step)
+    with FolderWriter(folder) as writer:
+        if process_index == 0 or (save_on_each_node and world.is_local_main):
+            _write_shared(writer, model_states, contents, safe_serialization)
+        random_states.write(writer, process_index, step, world.row)
+        positions.write(writer, dataloaders, process_index)
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str | os.PathLike[str],
+    models: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: Any = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Restore what `save_accelerator_state` wrote; returns {"step": ...} as `load` does. See `load`."""
+    folder = Path(input_dir)
+    world = process.current()
+    contents = Contents((), optimizers, schedulers, dataloaders, (), scaler)
+    _read_shared(folder, models, contents, _device(map_location, world), load_kwargs, load_model_func_kwargs)
+    positions.read(folder, dataloaders, process_index)
+    step = random_states.read(folder, world.row, process_index)
+    return {} if step is None else {"step": step}
+
+
+def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write `obj.state_dict()` to `custom_checkpoint_{index}.pkl` in a folder, on the main process or each machine's first one."""
+    world = process.current()
+    if world.is_main or (save_on_each_node and world.is_local_main):
+        with FolderWriter(Path(path)) as writer:
+            writer.save_torch(CUSTOM_NAME.format(index), obj.state_dict())
+
+
+def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+    """Restore `obj` from `custom_checkpoint_{index}.pkl` in a folder.
+
+    The file may hold any type, and reading it can run code: it must be one that you trust.
+    """
+    state = read.read_torch(Path(path) / CUSTOM_NAME.format(index), map_location="cpu", weights_only=False)
+    obj.load_state_dict(state)
+
+
+def is_state_file(name: str) -> bool:
+    """Whether a file of this name belongs to the state of a run."""
+    return _OURS.fullmatch(name) is not None
+
+
+def numbered(name: str, index: int) -> str:
+    """The name of the file of object number `index`: "optimizer.bin", "optimizer_1.bin", ..."""
+    stem, suffix = os.path.splitext(name)
+    return name if index == 0 else f"{stem}_{index}{suffix}"
+
+
+# -- writing -------------------------------------------------------------------------------------------------------------
+
+
+def _write_shared(writer: FolderWriter, weights: Sequence[Any], contents: Contents, safe: bool) -> None:
+    """What is the same on all processes."""
+    for index, state in enumerate(weights):
+        if safe:
+            writer.save_safetensors(numbered(SAFE_WEIGHTS_NAME, index), without_shared(state)[0])
+        else:
+            writer.save_torch(numbered(WEIGHTS_NAME, index), state)
+    for index, optimizer in enumerate(contents.optimizers):
+        writer.save_torch(numbered(OPTIMIZER_NAME, index), optimizer.state_dict())
+    for index, scheduler in enumerate(contents.schedulers):
+        writer.save_torch(numbered(SCHEDULER_NAME, index), scheduler.state_dict())
+    if contents.scaler is not None:
+        writer.save_torch(SCALER_NAME, contents.scaler.state_dict())
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+def _read_shared(
+    folder: Path,
+    models: Sequence[torch.nn.Module],
+    contents: Contents,
+    device: Any,
+    load_kwargs: dict[str, Any] | None,
+    load_model_kwargs: dict[str, Any],
+) -> None:
+    options = {"map_location": device, **(load_kwargs or {})}
+    for index, model in enumerate(models):
+        _read_model(folder, index, model, device, load_model_kwargs)
+    for index, optimizer in enumerate(contents.optimizers):
+        _read_optimizer(_existing(folder, numbered(OPTIMIZER_NAME, index), optimizer), optimizer, options)
+    for index, scheduler in enumerate(contents.schedulers):
+        path = _existing(folder, numbered(SCHEDULER_NAME, index), scheduler)
+        scheduler.load_state_dict(read.read_torch(path, **options))
+    if contents.scaler is not None:
+        path = _existing(folder, SCALER_NAME, contents.scaler)
+        contents.scaler.load_state_dict(read.read_torch(path, **options))
+
+
+def _read_model(folder: Path, index: int, model: torch.nn.Module, device: Any, options: dict[str, Any]) -> None:
+    safe = folder / numbered(SAFE_WEIGHTS_NAME, index)
+    if safe.exists():
+        read.load_model(model, safe, device=device, **options)
+        return
+    path = _existing(folder, numbered(WEIGHTS_NAME, index), model, or_else=safe.name)
+    model.load_state_dict(read.read_torch_mapped(path, device), **options)
+
+
+def _read_optimizer(path: Path, optimizer: Any, options: dict[str, Any]) -> None:
+    state = read.read_torch_mapped(path, **options)
+    # Tensors go straight into the memory that the optimizer has for them, if it is the same optimizer.
+    now = optimizer.state_dict()
+    same = isinstance(state, dict) and _sizes(state) == _sizes(now)
+    optimizer.load_state_dict(read.copy_into(state, now if same else None))
+
+
+def _sizes(state: Mapping[str, Any]) -> list[int]:
+    return [len(group.get("params", ())) for group in state.get("param_groups", ())]
+
+
+def _existing(folder: Path, name: str, item: Any, or_else: str | None = None) -> Path:
+    path = folder / name
+    if not path.exists():
+        names = name if or_else is None else f"{or_else} nor {name}"
+        raise FileNotFoundError(
+            f"There is no {names} in {folder}, which should hold the state of a {type(item).__name__}. Prepare the same objects in "
+            "the same order as when the checkpoint was saved. If each machine has a disk of its own, save with "
+            "`ProjectConfiguration(save_on_each_node=True)`."
+        )
+    return path
+
+
+def _check_custom(folder: Path, registered: int) -> None:
+    found = sum(re.fullmatch(r"custom_checkpoint_\d+\.pkl", entry.name) is not None for entry in os.scandir(folder))
+    if found != registered:
+        raise RuntimeError(
+            f"Number of custom checkpoints in folder {folder} does not match the number of registered objects:\n"
+            f"\tFound checkpoints: {found}\n\tRegistered objects: {registered}\n"
+            "Please make sure to only load checkpoints from folders that were created with the same set of registered objects, "
+            "or avoid using `custom_checkpoint` in the filename for files in that same directory and load them in manually."
+        )
+
+
+def _device(map_location: Any, world: World) -> Any:
+    if map_location in (None, "cpu"):
+        return "cpu"
+    if map_location == "on_device":
+        return world.device
+    raise TypeError(
+        "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`; "
+        f"it was {map_location!r}."
+    )

@@ -1,0 +1,52 @@
+"""`hasten <command>`: finds the command and runs it. Nothing else is imported before that."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+# command: one line of help. Each lives in the module of its name here, as `main(arguments) -> exit code`.
+COMMANDS = {
+    "launch": "start a script on one process or many",
+    "settings": "print every setting with its flag, environment variable and file key, as Markdown",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `hasten` with the given arguments, by default the process's own; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        print(_usage())
+        return 1
+    first, *rest = arguments
+    if first in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if first in ("-V", "--version"):
+        from hasten import __version__
+
+        print(f"hasten {__version__}")
+        return 0
+    if first not in COMMANDS:
+        from hasten.settings.values import nearest
+
+        print(
+            f"hasten: there is no command {first!r}{nearest(first, COMMANDS)}. `hasten --help` lists them.",
+            file=sys.stderr,
+        )
+        return 2
+    code: int = import_module(f"hasten.cli.{first}").main(rest)
+    return code
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    return (
+        f"usage: hasten <command> [options]\n\n{lines}\n\n"
+        "`hasten <command> --help` explains a command; `hasten --version` prints the version."
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

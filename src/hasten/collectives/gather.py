@@ -1,0 +1,97 @@
+"""Gather: every process gets the tensors of all, concatenated along their first dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hasten.collectives.layout import Layout
+from hasten.collectives.nested import refill
+from hasten.collectives.parcels import Parcels, as_bytes
+from hasten.collectives.wire import Form, Wire, wire_of
+from hasten.world.process import World
+
+
+def gather(tensor: Any, *, world: World | None = None) -> Any:
+    """Gather a nested structure of tensors from all processes.
+
+    All tensors travel in one collective if they are small (16 KB in all), in two if they are not; tensors of 1 MB and more
+    travel one by one, uncopied. The processes first agree on names, dtypes and shapes.
+
+    Args:
+        tensor: any nesting of containers around dense tensors; the same names, dtypes and shapes on every process.
+        world: the processes to gather from; by default all.
+
+    Returns:
+        The same structure; a tensor of shape `(n, ...)` becomes one of `(processes * n, ...)`, in rank order, detached and
+        contiguous; one without dimension becomes one of shape `(processes,)`. A process alone gets its argument back.
+
+    Raises:
+        TypeError: a leaf is not a dense tensor.
+        DistributedOperationException: the processes do not hold the same; the same error on every one.
+
+    Example:
+        >>> gather({"loss": loss, "labels": labels})  # on 2 processes, of shapes () and (8,)
+        {'loss': tensor of shape (2,), 'labels': tensor of shape (16,)}
+    """
+    wire = wire_of(world)
+    if wire is None:
+        return tensor
+    leaves, plan = wire.plan(_plan, "gather", tensor)
+    results = plan.run(leaves)
+    if plan.away:
+        results = [result.to(leaf.device) for result, leaf in zip(results, leaves, strict=True)]
+    return refill(tensor, iter(results))
+
+
+def _plan(wire: Wire, form: Form) -> _InFrame | _Beside:
+    layout = Layout(form.names, form.leaves)
+    return _InFrame(wire, form, layout) if layout.nbytes <= wire.capacity else _Beside(wire, form)
+
+
+class _InFrame:
+    """A gather whose tensors travel in the frames themselves."""
+
+    def __init__(self, wire: Wire, form: Form, layout: Layout) -> None:
+        self.wire, self.statement = wire, form.statement()
+        self.away = wire.is_away(form.leaves)
+        self.sent = layout.views(wire.body)
+        self.pieces = _by_leaf([layout.views(body) for body in wire.bodies])
+
+    def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.wire.pack("gather", self.sent, leaves)
+        self.wire.meet(self.statement)
+        # One storage for each result: whoever keeps one of them keeps nothing else alive.
+        return [torch.cat(pieces) for pieces in self.pieces]
+
+
+class _Beside:
+    """A gather whose tensors follow the frames."""
+
+    def __init__(self, wire: Wire, form: Form) -> None:
+        self.wire, self.statement = wire, form.statement()
+        self.away = wire.is_away(form.leaves)
+        self.parcels = Parcels(form.names, form.leaves)
+
+    def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        wire, parcels, layout = self.wire, self.parcels, self.parcels.layout
+        packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=wire.device)
+        wire.pack("gather", layout.views(packed), [leaves[index] for index in parcels.together])
+        alone = wire.ready("gather", [leaves[index] for index in parcels.alone])
+        wire.meet(self.statement)
+        results: dict[int, torch.Tensor] = {}
+        if parcels.together:
+            received = packed.new_empty(wire.size, packed.numel())
+            wire.gather_into(received.view(-1), packed)
+            pieces = _by_leaf([layout.views(row) for row in received])
+            results.update(zip(parcels.together, map(torch.cat, pieces), strict=True))
+        for index, leaf in zip(parcels.alone, alone, strict=True):
+            results[index] = leaf.new_empty((wire.size * leaf.shape[0], *leaf.shape[1:]))
+            wire.gather_into(as_bytes(results[index]), as_bytes(leaf))
+        return [results[index] for index in range(len(leaves))]
+
+
+def _by_leaf(rows: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """For each leaf its views in all rows, with a dimension to join them along."""
+    return [[piece.view(1) if piece.dim() == 0 else piece for piece in pieces] for pieces in zip(*rows, strict=True)]

@@ -1,0 +1,99 @@
+"""Metrics: the results of all processes for one batch, without what padding has added."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hasten.collectives.gather import gather
+from hasten.collectives.nested import children, honor_mapping, slice_tensors
+from hasten.collectives.objects import gather_each, items_of
+from hasten.collectives.verify import DistributedOperationException, key_text
+from hasten.collectives.wire import wire_of
+from hasten.world.process import World
+
+_logger = logging.getLogger(__name__)
+
+
+class Loader(Protocol):
+    """What must be known of the loader that gave the batch."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+
+def gather_for_metrics(
+    input_data: Any, loader: Loader | None, use_gather_object: bool = False, *, world: World | None = None
+) -> Any:
+    """Gather what was computed from a batch, and drop what belongs to the samples that completed the last one.
+
+    Args:
+        input_data: tensors, in any nesting, whose first dimension counts samples; or objects: a list with one item for each
+            sample, or a mapping of such lists and tensors.
+        loader: the loader being iterated over, or None outside of a loop.
+        use_gather_object: exchange tensors as objects too, e.g. where their shapes differ between processes.
+        world: the processes to gather from; by default all.
+
+    Returns:
+        For tensors, what `gather` returns. For a list or another iterable of objects, one list of all processes' items. For a
+        mapping, a mapping of joined values. On the loader's last batch all are cut to the samples that are left
+        (`loader.remainder`). A process alone gets its argument back: nothing was added to its batch.
+
+    Raises:
+        DistributedOperationException: the processes do not hold the same; the same error on every one.
+    """
+    wire = wire_of(world)
+    if wire is None:
+        return input_data
+    tensors = not use_gather_object and _is_of_tensors(input_data)
+    joined = gather(input_data, world=world) if tensors else _join(gather_each(input_data, "gather_for_metrics", wire))
+    if loader is None or not loader.end_of_dataloader or loader.remainder == 0:
+        return joined
+    if loader.remainder < 0:
+        _logger.info(
+            "The loader's dataset has no length, so the results of its last batch are returned with all that was gathered; "
+            "drop repeated samples yourself."
+        )
+        return joined
+    return slice_tensors(joined, slice(loader.remainder)) if tensors else _cut(joined, loader.remainder)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    kinds = {isinstance(leaf, torch.Tensor) for leaf in _leaves(data)}
+    # Without any leaf it is one of the empty lists of objects that a process may have.
+    return kinds == {True}
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    inner = None if isinstance(data, torch.Tensor) else children(data)
+    if inner is None:
+        yield data
+    else:
+        for _, item in inner:
+            yield from _leaves(item)
+
+
+def _join(parts: list[Any]) -> Any:
+    """The objects of all processes as one: mappings by key, tensors along their first dimension, all else as one list."""
+    first = parts[0]
+    if any(isinstance(part, Mapping) for part in parts):
+        forms = [sorted(map(key_text, part)) if isinstance(part, Mapping) else type(part).__name__ for part in parts]
+        if any(form != forms[0] for form in forms):
+            listed = "\n".join(f"  rank {rank}: {form}" for rank, form in enumerate(forms))
+            raise DistributedOperationException(
+                f"`gather_for_metrics` joins mappings by key, but the processes do not have the same keys:\n{listed}\n"
+                "Pass the same keys everywhere, or gather them as they are with `gather_object`."
+            )
+        return honor_mapping(first, {key: _join([part[key] for part in parts]) for key in first})
+    if all(isinstance(part, torch.Tensor) and part.dim() and part.shape[1:] == first.shape[1:] for part in parts):
+        return torch.cat(parts)
+    return [item for part in parts for item in items_of(part)]
+
+
+def _cut(data: Any, length: int) -> Any:
+    if isinstance(data, Mapping):
+        return honor_mapping(data, {key: _cut(value, length) for key, value in data.items()})
+    return data[:length]

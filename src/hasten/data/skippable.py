@@ -1,0 +1,152 @@
+"""A DataLoader that can begin at a later batch, made from any DataLoader without calling its constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.data.samplers import batches_from
+from hasten.world.torch_private import LoaderOverIndices, forget_iterator
+
+Self = TypeVar("Self", bound="SkippableLoader")
+
+
+class IndexSource:
+    """What a loader reads its indices from: its batch sampler, or its sampler if it does not batch.
+
+    Torch keeps this object as long as it keeps its workers, so what changes from pass to pass is set here.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+        self.start = 0
+        self.holds = False
+        self.notes_first = False
+        self.first: Any = None
+        self._open: HeldIndices | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = (
+            self._noting_first() if self.notes_first and self.start > 0 else batches_from(self.batches, self.start)
+        )
+        if not self.holds:
+            return indices
+        self._open = HeldIndices(indices)
+        return self._open
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def _noting_first(self) -> Iterator[Any]:
+        indices = iter(self.batches)
+        self.first = next(indices, None)
+        yield from islice(indices, self.start - 1, None)
+
+    def draw(self, count: int) -> bool:
+        """Take `count` batches of indices from the sampler now, for later; False if the pass has not asked for indices yet."""
+        self.holds = False
+        opened, self._open = self._open, None
+        if opened is None:
+            return False
+        opened.held.extend(islice(opened.indices, count))
+        return True
+
+
+class HeldIndices:
+    """An iterator over indices, some of which were taken from the sampler before they were needed."""
+
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self.indices = indices
+        self.held: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.held.pop(0) if self.held else next(self.indices)
+
+
+class SkippableLoader(LoaderOverIndices):
+    """A DataLoader that leaves out the first `skip_batches` batches of its first pass.
+
+    Batches of map-style datasets are skipped by index and never loaded; those of iterable datasets can only be read and dropped.
+    """
+
+    skip_batches: int
+
+    def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+        self._finish(skip_batches=skip_batches)
+
+    @classmethod
+    def adopt(cls: type[Self], loader: DataLoader[Any], replaced: dict[str, Any], **fields: Any) -> Self:
+        """A loader of this class with all that `loader` was given, its class's own methods included.
+
+        Args:
+            loader: stays as it is.
+            replaced: attributes of a DataLoader to have another value.
+            fields: what this class adds.
+        """
+        clone = object.__new__(_subclass(cls, type(loader)))
+        # Not by assignment: a DataLoader refuses to change its samplers.
+        clone.__dict__.update(loader.__dict__)
+        clone.__dict__.update(replaced)
+        forget_iterator(clone)
+        clone._finish(**fields)
+        return clone
+
+    def _finish(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self.indices = IndexSource(self.sampler if self.batch_sampler is None else self.batch_sampler)
+
+    def copy(self: Self, **fields: Any) -> Self:
+        """A loader like this one that reads on its own."""
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        forget_iterator(clone)
+        clone._finish(**fields)
+        return clone
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether the data comes as a stream and not by index."""
+        return isinstance(self.dataset, IterableDataset)
+
+    def read(self, skip: int) -> Iterator[Any]:
+        """The batches of one pass after the first `skip`, as torch gives them."""
+        self.indices.start = 0 if self.is_iterable else skip
+        batches = super().__iter__()
+        return batches if not self.is_iterable or skip == 0 else islice(batches, skip, None)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip = self.skip_batches
+        try:
+            yield from self.read(skip)
+        finally:
+            self.indices.start = self.skip_batches = 0
+
+    def __len__(self) -> int:
+        return max(0, super().__len__() - self.skip_batches)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind, user = type(self), type(self)
+        if "_parts" in kind.__dict__:
+            kind, user = kind.__dict__["_parts"]
+        return _restore, (kind, user), self._picklable()
+
+    def _picklable(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iterator": None}
+
+
+def _subclass(kind: type[Self], user: type[DataLoader[Any]]) -> type[Self]:
+    """`kind` with the methods of the user's own loader class beneath it."""
+    if issubclass(kind, user):
+        return kind
+    return type(kind.__name__, (kind, user), {"_parts": (kind, user), "__module__": kind.__module__})
+
+
+def _restore(kind: type[SkippableLoader], user: type[DataLoader[Any]]) -> SkippableLoader:
+    return object.__new__(_subclass(kind, user))

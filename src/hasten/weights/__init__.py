@@ -1,0 +1,1 @@
+"""Tensors and their files: names and ties, shards and their index, reading and writing."""

@@ -1,0 +1,178 @@
+"""Writing tensors and other objects into the files of one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from hasten.weights.stream import Stream, Workers, Written, checksum_file
+
+# What safetensors calls torch's types; the newest ones are not in every torch.
+_DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): code
+    for name, code in {
+        "float64": "F64",
+        "float32": "F32",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "int64": "I64",
+        "int32": "I32",
+        "int16": "I16",
+        "int8": "I8",
+        "uint64": "U64",
+        "uint32": "U32",
+        "uint16": "U16",
+        "uint8": "U8",
+        "bool": "BOOL",
+        "complex64": "C64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+    }.items()
+    if hasattr(torch, name)
+}
+
+
+class FolderWriter:
+    """Writes files into a folder. As a context: at its end every file is complete and on the disk.
+
+    On an error the files are left as they are. The objects that are written must not change before the end of the context.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written: dict[str, Written] = {}
+        self._workers = Workers()
+        self._pending: dict[str, Future[Written]] = {}
+
+    def __enter__(self) -> FolderWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if error is None:
+                self.settle()
+        finally:
+            self._workers.close()
+
+    def settle(self) -> None:
+        """Wait until every file is on the disk, and fill `written`, which has size and checksums by name.
+
+        Raises:
+            OSError: a file could not be synced.
+        """
+        while self._pending:
+            name, future = self._pending.popitem()
+            self.written[name] = future.result()
+
+    @contextmanager
+    def stream(self, name: str, holding: Any = None) -> Iterator[Stream]:
+        """A new file to write to; see `Stream`."""
+        with Stream(self.folder / name, self._workers, holding) as stream:
+            yield stream
+        self._pending[name] = stream.written
+
+    def save_safetensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+    ) -> None:
+        """Write tensors in the safetensors format, one after the other, without a copy of those in host memory.
+
+        Tensors must not share memory; see `names.without_shared`. The metadata is {"format": "pt"} by default.
+
+        Raises:
+            TypeError: a value is not a dense tensor, or of a type that the format does not know.
+            OSError: the file can not be written.
+        """
+        header, order = _safetensors_header(tensors, {"format": "pt"} if metadata is None else metadata)
+        with self.stream(name) as stream:
+            if sys.byteorder == "big":
+                import safetensors.torch
+
+                stream.write(safetensors.torch.save(dict(tensors), metadata or {"format": "pt"}))
+                return
+            stream.write(header)
+            for key in order:
+                stream.write_tensor(tensors[key].detach().cpu().resolve_conj().contiguous())
+
+    def save_torch(self, name: str, item: Any) -> None:
+        """Write an object with `torch.save`.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        with self.stream(name, holding=item) as stream, _without_zip_checksums():
+            try:
+                torch.save(item, cast(Any, stream))
+            except RuntimeError as error:
+                # torch's writer reports a failing write as its own, with the cause behind it.
+                raise _cause(error) from error
+
+    def save_text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        with self.stream(name) as stream:
+            stream.write(text.encode())
+
+    def adopt(self, name: str) -> None:
+        """Sync and checksum a file that something else wrote into the folder."""
+        self._pending[name] = self._workers.syncs.submit(self._adopted, self.folder / name)
+
+    def _adopted(self, path: Path) -> Written:
+        with open(path, "rb+" if os.name == "nt" else "rb") as file:
+            os.fsync(file.fileno())
+        return checksum_file(path, self._workers)
+
+
+def _safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, list[str]]:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    _check(tensors)
+    # The widest types first, as safetensors does it, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"safetensors files hold tensors only, but {name!r} is a {type(tensor).__name__}.")
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
+            kind = "on the meta device, without values" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            raise TypeError(
+                f"safetensors files can not hold {name!r}: it is {kind}. Convert it, or use `safe_serialization=False`."
+            )
+
+
+@contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    """Let `torch.save` leave out the checksums inside its file: the manifest has better ones, which cost no time."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What was raised first, where torch's own error came on top of it."""
+    seen = error
+    while isinstance(seen, RuntimeError) and (below := seen.__cause__ or seen.__context__):
+        seen = below
+    return seen

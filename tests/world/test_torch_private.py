@@ -1,0 +1,165 @@
+"""One contract test for each function: what hasten relies on must hold in the torch that is installed."""
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from hasten.world import torch_private
+from tests.ranks import run_ranks
+
+SEVEN = timedelta(seconds=7)
+
+
+def timeouts() -> list[object]:
+    group = dist.new_group([0, 1])
+    before = torch_private.group_timeouts(group)
+    torch_private.set_group_timeout(group, SEVEN)
+    after = torch_private.group_timeouts(group)
+    other = torch_private.group_timeouts(dist.group.WORLD)
+    dist.all_reduce(torch.ones(1), group=group)
+    return [before["cpu"], set(after.values()), "cpu" in other, SEVEN in other.values()]
+
+
+def test_group_timeouts_are_read_and_set():
+    for before, after, has_cpu, other_changed in run_ranks(timeouts, 2):
+        assert before == timedelta(minutes=30)
+        assert after == {SEVEN}
+        assert has_cpu
+        assert not other_changed
+
+
+def wait_in_vain() -> str:
+    torch_private.set_group_timeout(dist.group.WORLD, timedelta(seconds=0.2))
+    if dist.get_rank() == 1:
+        torch_private.default_store().get("done")
+        return "never came"
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch_private.default_store().set("done", "1")
+    return "came"
+
+
+def test_a_timeout_that_was_set_ends_a_wait():
+    first, second = run_ranks(wait_in_vain, 2)
+    assert "200ms" in first or "imed out" in first or "imeout" in first
+    assert second == "never came"
+
+
+def groups() -> list[int]:
+    counts = [len(torch_private.all_groups())]
+    new = dist.new_group([0, 1])
+    counts.append(len(torch_private.all_groups()))
+    assert new in torch_private.all_groups()
+    assert dist.group.WORLD in torch_private.all_groups()
+    dist.destroy_process_group(new)
+    return [*counts, len(torch_private.all_groups())]
+
+
+def test_all_groups():
+    assert run_ranks(groups, 2) == [[1, 2, 1]] * 2
+
+
+def mesh_of_half() -> list[object]:
+    rank = dist.get_rank()
+    if rank >= 2:  # the others do not take part, and nobody waits for them
+        return []
+    with torch_private.groups_of_a_mesh(SEVEN):
+        mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("dp_replicate", "dp_shard"))
+        flat = mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    from torch.distributed import device_mesh, distributed_c10d
+
+    total = torch.ones(1)
+    dist.all_reduce(total, group=flat.get_group())
+    made = [group for group in torch_private.all_groups() if group is not dist.group.WORLD]
+    return [
+        device_mesh.new_group is distributed_c10d.new_group,
+        len(made) >= 3,
+        {timeout for group in made for timeout in torch_private.group_timeouts(group).values()} == {SEVEN},
+        total.item(),
+        flat.size(),
+    ]
+
+
+def test_the_members_of_a_mesh_make_its_groups_alone_with_a_timeout():
+    assert run_ranks(mesh_of_half, 4) == [[True, True, True, 2.0, 2]] * 2 + [[]] * 2
+
+
+def test_making_groups_is_as_before_even_after_an_error():
+    from torch.distributed import device_mesh
+
+    before = device_mesh.new_group
+    with pytest.raises(KeyError), torch_private.groups_of_a_mesh(None):  # noqa: PT012
+        assert device_mesh.new_group is not before
+        raise KeyError
+    assert device_mesh.new_group is before
+    assert {"timeout", "use_local_synchronization"} <= set(inspect.signature(before).parameters)
+
+
+def store() -> str:
+    shared = torch_private.default_store()
+    shared.set(f"from {dist.get_rank()}", str(dist.get_rank()))
+    return shared.get(f"from {1 - dist.get_rank()}").decode()
+
+
+def test_default_store():
+    assert run_ranks(store, 2) == ["1", "0"]
+
+
+def test_is_inside_elastic_agent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not torch_private.is_inside_elastic_agent()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert torch_private.is_inside_elastic_agent()
+
+
+def test_is_unscaled():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    assert not torch_private.is_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert torch_private.is_unscaled(scaler, optimizer)
+    scaler.step(optimizer)
+    assert torch_private.is_unscaled(scaler, optimizer)
+    scaler.update()
+    assert not torch_private.is_unscaled(scaler, optimizer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_takes_the_indices_that_it_is_given(workers: int):
+    loader = torch_private.LoaderOverIndices(
+        list("abcd"), batch_size=2, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+    loader.indices = [[3, 0], [1]]
+    assert list(loader) == [["d", "a"], ["b"]]
+
+
+def test_workers_are_kept_and_forgotten():
+    loader = DataLoader([0, 1], num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    assert not torch_private.keeps_workers(loader)
+    iterator = iter(loader)
+    assert list(iterator) == [torch.tensor([0]), torch.tensor([1])]
+    assert torch_private.keeps_workers(loader)
+    torch_private.forget_iterator(loader)
+    assert not torch_private.keeps_workers(loader)
+    assert not torch_private.keeps_workers(DataLoader([0]))
+    iterator._shutdown_workers()
+
+
+def test_every_function_has_a_contract_test():
+    source = inspect.getsource(inspect.getmodule(test_every_function_has_a_contract_test))  # type: ignore[arg-type]
+    own = [
+        name
+        for name, value in vars(torch_private).items()
+        if getattr(value, "__module__", "") == torch_private.__name__
+    ]
+    assert [name for name in own if f"torch_private.{name}" not in source] == []
