@@ -4,12 +4,12 @@
     hasten launch --cpu --num_processes 2 examples/language_model.py --resume     go on after an interruption
     hasten launch examples/language_model.py --size base                          one process per GPU
 
-The text is what every machine with Python has: the modules of the standard library, byte by byte, with one file in ten
-held out for validation. A run that is killed at any moment and resumed ends with the same losses, bit for bit, as one
-that was left alone.
+The text is what every machine with Python has, the modules of the standard library, byte by byte; one file in ten is
+held out for validation. A run killed at any moment and resumed ends with the same losses, bit for bit, as any other.
 """
 
 import argparse
+import atexit
 import json
 import math
 import shutil
@@ -160,10 +160,11 @@ class Display:
     def __init__(self, step: int, total: int, tokens_per_step: int):
         self.step, self.time, self.total, self.tokens_per_step = step, time.perf_counter(), total, tokens_per_step
         text = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s, time left")
-        self.bar = Progress(BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
+        self.bar = Progress(BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
         self.task = self.bar.add_task("train", total=total, completed=step, loss=math.nan, speed=math.nan)
         if self.bar.console.is_terminal:
             self.bar.start()
+            atexit.register(self.bar.stop)  # gives the cursor back after Ctrl-C
 
     def update(self, step: int, loss: float) -> None:
         now = time.perf_counter()
@@ -181,8 +182,7 @@ def main() -> None:
     accelerator = Accelerator(
         # Folders checkpoint_0, checkpoint_1, ... of which the newest two are kept.
         project_config=ProjectConfiguration(str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2),
-        # Each batch is split among the processes, so that any number of them takes the same steps on the same batches with
-        # the same learning rates. Without this every process would take batches of that size, and fewer steps.
+        # The processes share each batch, so any number of them takes the same steps at the same learning rates.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
     set_seed(args.seed, device_specific=True)  # every process draws its own dropout

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from hasten.version import __version__ as __version__
 
 # Public name -> the module that defines it.
 _HOMES = {

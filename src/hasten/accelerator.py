@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hasten.builder import choose_project, open_session, refuse_unbuilt
 from hasten.settings.dataloading import DataLoaderConfiguration
@@ -16,6 +17,7 @@ from hasten.training.accumulation import GradientState, Window
 
 if TYPE_CHECKING:
     import os
+    from collections import OrderedDict
     from pathlib import Path
 
     from hasten.settings.accumulation import GradientAccumulationPlugin
@@ -150,6 +152,47 @@ class Accelerator(ProcessView):
         return self.state.parallelism_config
 
     @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's position among those that share each layer.
+
+        Raises:
+            RuntimeError: no `parallelism_config` was given.
+        """
+        return self._session.axis_rank("tp", "Tensor parallelism")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's position among the copies of the model.
+
+        Raises:
+            RuntimeError: no `parallelism_config` was given.
+        """
+        return self._session.axis_rank("dp_replicate", "Data parallelism")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's position among those that share one copy's parameters.
+
+        Raises:
+            RuntimeError: no `parallelism_config` was given.
+        """
+        return self._session.axis_rank("dp_shard", "Shard-based data parallelism")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's position among those that share each sequence.
+
+        Raises:
+            RuntimeError: no `parallelism_config` was given.
+        """
+        return self._session.axis_rank("cp", "Context parallelism")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The stage of this process. Not built yet."""
+        raise NotImplementedError("Pipeline parallelism is not built yet (area: N-D parallelism).")
+
+    @property
     def torch_device_mesh(self) -> Any:
         """The DeviceMesh, or None."""
         return self.state.device_mesh
@@ -170,6 +213,11 @@ class Accelerator(ProcessView):
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of fp16 training."""
         return None if self._session.scaling is None else self._session.scaling.scaler
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """The active DeepSpeed plugin; None, since DeepSpeed is not built yet."""
+        return self.state.deepspeed_plugin
 
     @property
     def fp8_enabled(self) -> bool:
@@ -471,13 +519,13 @@ class Accelerator(ProcessView):
         """
         self._session.register_for_checkpointing(objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` in each `save_state` before the models are written; it may empty `weights`."""
-        return self._session.save_hooks.add(hook)
+        return _register(self._session.save_hooks, hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, input_dir)` in each `load_state` before the models are read; it may empty `models`."""
-        return self._session.load_hooks.add(hook)
+        return _register(self._session.load_hooks, hook)
 
     def save_state(
         self,
@@ -497,9 +545,10 @@ class Accelerator(ProcessView):
         Raises:
             ValueError: no folder is given and checkpoints are not named automatically, or the folder's number exists already.
         """
-        return self._session.save_state(
-            self.project_configuration, output_dir, safe_serialization, save_model_func_kwargs
-        )
+        from hasten import saving
+
+        options = {"safe_serialization": safe_serialization, **save_model_func_kwargs}
+        return saving.save_state(self._session, self.project_configuration, output_dir, options)
 
     def load_state(
         self,
@@ -518,7 +567,9 @@ class Accelerator(ProcessView):
         Raises:
             ValueError: there is no such checkpoint.
         """
-        self._session.load_state(self.project_configuration, input_dir, load_kwargs, load_model_func_kwargs)
+        from hasten import saving
+
+        saving.load_state(self._session, self.project_configuration, input_dir, load_kwargs, load_model_func_kwargs)
 
     def save_model(
         self,
@@ -528,11 +579,16 @@ class Accelerator(ProcessView):
         safe_serialization: bool = True,
     ) -> None:
         """Write a model's weights for others to read: safetensors files of at most `max_shard_size`, and their index."""
-        self._session.save_model(model, save_directory, max_shard_size, safe_serialization)
+        from hasten import saving
+
+        each_node = self.project_configuration.save_on_each_node
+        saving.save_model(self._session, model, save_directory, max_shard_size, safe_serialization, each_node)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, once per job, or once per machine under `save_on_each_node`."""
-        self._session.save(obj, f, safe_serialization, self.project_configuration.save_on_each_node)
+        from hasten import saving
+
+        saving.save(self._session, obj, f, safe_serialization, self.project_configuration.save_on_each_node)
 
     # -- track -------------------------------------------------------------------------------------------------------
 
@@ -603,3 +659,9 @@ class Accelerator(ProcessView):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # A copy would be a second owner of the same prepared objects.
         return self
+
+
+def _register(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,8 @@ class Session:
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
         self.custom: list[Any] = []
+        self.save_hooks: OrderedDict[int, Any] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Any] = OrderedDict()
         self.recipes: dict[int, tuple[Recipe, list[str]]] = {}
 
     def _set_precision(self, precision: str) -> None:
@@ -133,8 +136,8 @@ class Session:
             return
         raise ValueError(
             "You can't train a model that has been loaded with `device_map='auto'` in any distributed mode: "
-            f"{type(model).__name__} is spread over several devices by its `hf_device_map`, and each of the {self.world.size} ranks "
-            "would use all of them. Load it without a device map, start one process, or set "
+            f"{type(model).__name__} is spread over several devices by its `hf_device_map`, and each of the {self.world.size} "
+            "ranks would use all of them. Load it without a device map, start one process, or set "
             "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that the devices of the ranks are disjoint."
         )
 
@@ -279,7 +282,9 @@ class Session:
         from hasten.parallel import plan
 
         found = [
-            plan.describe(self.engine.unwrap(model), *self.recipes.get(id(model), (plan.Recipe(self.world, self.engine), [])))
+            plan.describe(
+                self.engine.unwrap(model), *self.recipes.get(id(model), (plan.Recipe(self.world, self.engine), []))
+            )
             for model in self.models
             if item is None or item is model or item is self.engine.unwrap(model)
         ]
@@ -291,6 +296,15 @@ class Session:
                 f"{[type(self.engine.unwrap(model)).__name__ for model in self.models]}."
             )
         return found[0]
+
+    def axis_rank(self, axis: str, meaning: str) -> int:
+        """This process's position along one axis of the mesh."""
+        sizes = self.state.parallelism_config
+        if sizes is None:
+            raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
+        from hasten.world import mesh
+
+        return mesh.axis_rank(self.world, sizes, axis)
 
     def skip_first_batches(self, loader: Any, num_batches: int) -> Any:
         """A loader without its first batches."""

@@ -32,10 +32,11 @@ def test_one_process_is_replaced():
     assert (spec.processes, spec.local_processes, spec.port) == (1, 1, None)
 
 
-def test_several_are_started_unbuffered():
+def test_several_have_ranks():
     spec = make(num_processes=2, use_cpu=True)
     assert spec.engine == LOCAL
-    assert spec.command() == [sys.executable, "-u", "s.py"]
+    assert spec.command() == [sys.executable, "s.py"]
+    assert spec.command(unbuffered=True) == [sys.executable, "-u", "s.py"]
     assert spec.rank_environment(1, 4444) == {
         "RANK": "1",
         "WORLD_SIZE": "2",

@@ -34,7 +34,7 @@ class Manifest:
         """The content of the manifest's file."""
         import torch
 
-        from hasten import __version__
+        from hasten.version import __version__
 
         content = {
             "version": _VERSION,

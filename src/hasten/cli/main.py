@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(_usage())
         return 0
     if first in ("-V", "--version"):
-        from hasten import __version__
+        from hasten.version import __version__
 
         print(f"hasten {__version__}")
         return 0

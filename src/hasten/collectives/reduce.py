@@ -147,15 +147,16 @@ class _Beside:
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=wire.device)
         views = layout.views(packed)
         wire.pack("reduce", views, [leaves[index] for index in parcels.together])
-        alone = wire.ready("reduce", [leaves[index] for index in parcels.alone])
+        brought = [leaves[index] for index in parcels.alone]
+        alone = [
+            ready.clone() if ready.data_ptr() == leaf.data_ptr() else ready
+            for ready, leaf in zip(wire.ready("reduce", brought), brought, strict=True)
+        ]
         wire.meet(self.statement)
-        results: dict[int, torch.Tensor] = {}
-        for run in layout.runs:
-            self._exchange(run.within(packed))
-        results.update(zip(parcels.together, (view.clone() for view in views), strict=True))
-        for index, leaf in zip(parcels.alone, alone, strict=True):
-            results[index] = leaf.clone() if leaf.data_ptr() == leaves[index].data_ptr() else leaf
-            self._exchange(results[index])
+        for tensor in (*(run.within(packed) for run in layout.runs), *alone):
+            self._exchange(tensor)
+        results = dict(zip(parcels.together, (view.clone() for view in views), strict=True))
+        results.update(zip(parcels.alone, alone, strict=True))
         if self.away:
             return [results[index].to(leaf.device) for index, leaf in enumerate(leaves)]
         return [results[index] for index in range(len(leaves))]

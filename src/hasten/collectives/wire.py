@@ -264,7 +264,7 @@ class Wire:
 
     def _padded(self, body: bytes, length: int) -> torch.Tensor:
         padded = torch.zeros(length, dtype=torch.uint8)
-        memoryview(padded.numpy())[: len(body)] = body
+        padded.numpy()[: len(body)] = memoryview(body)
         return padded.to(self.device)
 
     def _settle(self) -> None:
@@ -285,7 +285,7 @@ def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 
 def _rows(packed: torch.Tensor) -> list[memoryview]:
-    return [memoryview(row) for row in packed.cpu().numpy()]  # type: ignore[arg-type]
+    return [memoryview(row) for row in packed.cpu().numpy()]
 
 
 def wire_of(world: World | None) -> Wire | None:

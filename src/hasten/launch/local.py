@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SETTLE = 0.5  # seconds in which other ranks may turn out to have failed before the one that ended first
 FAILURE_GRACE = 5.0  # seconds for the other ranks to finish after one has failed; they cannot go on without it
+_STDOUT = 1
 _KILLED = 5.0  # seconds for the kernel to end what was killed
 _OF_A_RUN = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")  # torchrun's, if it has started us
 
@@ -35,10 +36,12 @@ def run_local(spec: LaunchSpec) -> int:
     with port:
         if note:
             say(spec, note)
+        # a terminal gets whole lines as they are printed; an unbuffered python would mix those of several ranks
+        command = spec.command(unbuffered=not os.isatty(_STDOUT))
         return supervise(
             spec,
             [
-                (rank, spec.command(), {**spec.environment, **spec.rank_environment(rank, port.number)})
+                (rank, command, {**spec.environment, **spec.rank_environment(rank, port.number)})
                 for rank in range(spec.local_processes)
             ],
         )

@@ -58,11 +58,11 @@ class LaunchSpec(NamedTuple):
         """The effective value of a setting."""
         return self.settings[name].value
 
-    def command(self) -> list[str]:
-        """The command line of one process. Of several, stdout is unbuffered: one that is stopped loses no line."""
+    def command(self, unbuffered: bool = False) -> list[str]:
+        """The command line of one process; `unbuffered`: a python that is stopped has written all that it printed."""
         if self.value("no_python"):
             return list(self.program)
-        return [sys.executable, *([] if self.engine == REPLACE else ["-u"]), *self.program]
+        return [sys.executable, *(["-u"] if unbuffered else []), *self.program]
 
     def rank_environment(self, local_rank: int, port: int) -> dict[str, str]:
         """The variables of one process of a LOCAL launch, beyond those of all; by torchrun's names."""

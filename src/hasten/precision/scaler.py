@@ -53,7 +53,8 @@ class LossScaling:
         if not self.scaler.is_enabled():
             return
         for optimizer in optimizers:
-            while hasattr(optimizer, "optimizer"):
+            # The user's own optimizer may wrap another one too; the scaler steps the outer one, so it must unscale that one.
+            while hasattr(type(optimizer), "step_was_skipped"):
                 optimizer = optimizer.optimizer
             if not self._is_unscaled(optimizer):
                 self.scaler.unscale_(optimizer)

@@ -132,8 +132,8 @@ class AcceleratorState(ProcessView):
     def __getattr__(self, name: str) -> Any:
         if name in type(self)._known_attrs:
             raise AttributeError(
-                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was called "
-                "and an `Accelerator` or `PartialState` was not reinitialized."
+                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was "
+                "called and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 

@@ -144,9 +144,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._update_scale(self)
         return result
 
+    def __getattr__(self, name: str) -> Any:
+        # Hooks, and whatever else an optimizer has of its own.
+        if name == "optimizer":  # not set yet: copying and unpickling ask before the state is there
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __getstate__(self) -> dict[str, Any]:
-        # The shared parts (accumulation state, scaler's bookkeeping) belong to an Accelerator, not to a pickle of its optimizer.
-        return {**self.__dict__, "gradient_state": None, "_update_scale": None}
+        # The shared parts (accumulation state, scaler's bookkeeping) belong to an Accelerator, not to a pickle of its optimizer,
+        # nor does the `step` that torch's schedulers put on an optimizer to watch it.
+        state = {**self.__dict__, "gradient_state": None, "_update_scale": None}
+        state.pop("step", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -84,6 +84,14 @@ def build_mesh(sizes: ParallelismSizes, world: World, device_type: str | None = 
     return mesh
 
 
+def axis_rank(world: World, sizes: ParallelismSizes, axis: str) -> int:
+    """This process's position along one axis; 0 where the axis is off."""
+    inner = 1
+    for name in AXES[AXES.index(axis) + 1 :]:
+        inner *= sizes.size(name)
+    return world.rank // inner % sizes.size(axis)
+
+
 def data_rank(world: World, sizes: ParallelismSizes | None) -> int:
     """Which of the different batches of a step this process sees."""
     return world.rank if sizes is None else world.rank // sizes.non_data_parallel_size

@@ -135,7 +135,7 @@ class World:
         if self.group is None:
             return None
         # Only the members meet: the other ranks may be building another world at this moment.
-        return dist.new_group(list(whole), timeout=self.timeout, backend=self.backend, use_local_synchronization=True)
+        return torch_private.new_group(whole, self.timeout, backend=self.backend)
 
     @contextmanager
     def first(self, goes_first: bool) -> Iterator[None]:

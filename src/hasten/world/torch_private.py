@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,27 @@ def group_timeouts(group: dist.ProcessGroup) -> dict[str, timedelta]:
     return {device.type: group._get_backend(device).options._timeout for device in group._device_types}
 
 
+def new_group(ranks: Sequence[int], timeout: timedelta | None, **options: Any) -> dist.ProcessGroup:
+    """Make a group of some ranks of the job; only they call this, whatever groups each of them has made before.
+
+    torch names such a group after its ranks and the number of groups that this process has made, which differs among the members
+    as soon as one of them is in more groups than another: they would wait for each other under different names.
+    """
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = _name_of_group
+    try:
+        options["use_local_synchronization"] = True
+        return dist.new_group(list(ranks), timeout=timeout, **options)
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
+
+
+def _name_of_group(ranks: list[int]) -> str:
+    members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    # Each member counts for itself, in the store, which lives as long as the names do.
+    return f"{members}_{default_store().add(f'hasten/group/{members}/{dist.get_rank()}', 1)}"
+
+
 @contextmanager
 def groups_of_a_mesh(timeout: timedelta | None) -> Iterator[None]:
     """Inside, the groups that a DeviceMesh makes wait for `timeout`, and only their members need to make them.
@@ -32,10 +54,10 @@ def groups_of_a_mesh(timeout: timedelta | None) -> Iterator[None]:
 
     original = device_mesh.new_group
 
-    def new_group(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "timeout": timeout, "use_local_synchronization": True})
+    def make(ranks: Sequence[int], **options: Any) -> Any:
+        return new_group(ranks, **{**options, "timeout": timeout})
 
-    device_mesh.new_group = new_group
+    device_mesh.new_group = make
     try:
         yield
     finally:

@@ -1,0 +1,123 @@
+"""Saving and loading a session: which of its objects go into a checkpoint, and under which name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.checkpoint import files, model, retention, state
+from hasten.checkpoint.state import Contents
+
+if TYPE_CHECKING:
+    from hasten.session import Session
+    from hasten.settings.project import ProjectConfiguration
+
+PathLike = str | os.PathLike[str]
+
+
+def contents_of(session: Session) -> Contents:
+    """What of a session a checkpoint holds."""
+    scaling = session.scaling
+    if scaling is not None:
+        scaling.settle()
+    return Contents(
+        models=session.models,
+        optimizers=session.optimizers,
+        schedulers=session.schedulers,
+        dataloaders=session.dataloaders,
+        custom=session.custom,
+        scaler=None if scaling is None else scaling.scaler,
+        step=session.gradients.step,
+    )
+
+
+def save_state(
+    session: Session, project: ProjectConfiguration, output_dir: PathLike | None, options: dict[str, Any]
+) -> Path:
+    """Write a checkpoint; see `Accelerator.save_state`.
+
+    Raises:
+        ValueError: no folder is given and checkpoints are not named automatically.
+    """
+    more = {
+        "model_state": session.engine.model_state_dict,
+        "hooks": list(session.save_hooks.values()),
+        "save_on_each_node": project.save_on_each_node,
+        **options,
+    }
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state() needs a folder: pass `output_dir`, or let checkpoints be named automatically with "
+                "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
+            )
+        folder = state.save(Path(output_dir).expanduser(), contents_of(session), session.world, **more)
+        project.iteration += 1
+        return folder
+    folder = retention.save_numbered(
+        _project_dir(project), project.iteration, project.total_limit, contents_of(session), session.world, **more
+    )
+    project.iteration = retention.number_of(folder) + 1
+    return folder
+
+
+def load_state(
+    session: Session,
+    project: ProjectConfiguration,
+    input_dir: PathLike | None,
+    load_kwargs: dict[str, Any] | None,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Restore a checkpoint; see `Accelerator.load_state`.
+
+    Raises:
+        ValueError: there is no such checkpoint, or none is named.
+    """
+    if input_dir is not None:
+        folder = Path(input_dir).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"Tried to find {folder} but folder does not exist")
+    elif project.automatic_checkpoint_naming:
+        folder = retention.newest(retention.folder_of_all(_project_dir(project)))
+    else:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    contents = contents_of(session)
+    found = state.load(
+        folder,
+        Contents(**{**vars(contents), "models": [session.engine.unwrap(one) for one in session.models]}),
+        session.world,
+        hooks=list(session.load_hooks.values()),
+        load_kwargs=load_kwargs,
+        **{"map_location": _default_location(session), **model_kwargs},
+    )
+    session.gradients.step = found.get("step", session.gradients.step)
+    if project.automatic_checkpoint_naming:
+        # Whatever checkpoint was loaded, the next one must not run into one that is there.
+        project.iteration = retention.next_iteration(retention.folder_of_all(_project_dir(project)))
+
+
+def save_model(
+    session: Session, item: Any, folder: PathLike, max_shard_size: int | str, safe: bool, each_node: bool
+) -> None:
+    """Write a model's weights; see `Accelerator.save_model`."""
+    whole = session.engine.model_state_dict(item)
+    model.save_model(whole, folder, max_shard_size, safe, save_on_each_node=each_node, world=session.world)
+
+
+def save(session: Session, obj: Any, file: Any, safe: bool, each_node: bool) -> None:
+    """Write one object; see `Accelerator.save`."""
+    files.save(obj, file, save_on_each_node=each_node, safe_serialization=safe, world=session.world)
+
+
+def _project_dir(project: ProjectConfiguration) -> Path:
+    if project.project_dir is None:
+        raise ValueError(
+            "Automatic checkpoint naming needs the folder of the run: pass `project_dir` to Accelerator or ProjectConfiguration."
+        )
+    return Path(project.project_dir)
+
+
+def _default_location(session: Session) -> str | None:
+    # Several ranks that read through host memory at once hold several copies of the model there.
+    return "on_device" if session.world.group is not None and not session.world.row.is_cpu else None
