@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from hasten.checkpoint.state import Contents
 if TYPE_CHECKING:
     from hasten.session import Session
     from hasten.settings.project import ProjectConfiguration
+
+logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
@@ -40,6 +43,11 @@ def save_state(
     Raises:
         ValueError: no folder is given and checkpoints are not named automatically.
     """
+    if not session.gradients.sync_gradients:
+        logger.warning(
+            "save_state() in the middle of an accumulation window: the gradients of its micro-batches so far are not part of a "
+            "checkpoint, so a resumed run will differ. Save where `accelerator.sync_gradients` is true."
+        )
     more = {
         "model_state": session.engine.model_state_dict,
         "hooks": list(session.save_hooks.values()),

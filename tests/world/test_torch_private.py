@@ -67,6 +67,32 @@ def test_all_groups():
     assert run_ranks(groups, 2) == [[1, 2, 1]] * 2
 
 
+def unequal() -> list[float]:
+    """Rank 1 is in one group, ranks 0 and 2 in three; then all meet, and make a group again that they have ended."""
+    rank, found = dist.get_rank(), []
+    plans = [[0, 2], [0, 2], [0, 1, 2], [2, 0], [0, 1, 2]]
+    for ranks in plans:
+        if rank in ranks:
+            group = torch_private.new_group(sorted(ranks), SEVEN, backend="gloo")
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            found.append(total.item())
+            if len(ranks) == 3:
+                dist.destroy_process_group(group)
+    return found
+
+
+def test_only_the_members_make_a_group_whatever_they_have_made_before():
+    assert run_ranks(unequal, 3) == [[2.0, 2.0, 3.0, 2.0, 3.0], [3.0, 3.0], [2.0, 2.0, 3.0, 2.0, 3.0]]
+
+
+def test_groups_are_named_as_before_afterwards():
+    before = dist.distributed_c10d._hash_ranks_to_str
+    with pytest.raises(ValueError, match="process group"):
+        torch_private.new_group([0], None)
+    assert dist.distributed_c10d._hash_ranks_to_str is before
+
+
 def mesh_of_half() -> list[object]:
     rank = dist.get_rank()
     if rank >= 2:  # the others do not take part, and nobody waits for them
@@ -160,6 +186,6 @@ def test_every_function_has_a_contract_test():
     own = [
         name
         for name, value in vars(torch_private).items()
-        if getattr(value, "__module__", "") == torch_private.__name__
+        if getattr(value, "__module__", "") == torch_private.__name__ and not name.startswith("_")
     ]
     assert [name for name in own if f"torch_private.{name}" not in source] == []

@@ -107,7 +107,9 @@ def disagreement(statements: Sequence[Statement]) -> DistributedOperationExcepti
     if len({statement.leaves for statement in statements}) > 1:
         return _different_leaves(name, statements)
     if len({statement.site for statement in statements}) > 1:
-        return _different_calls(statements, f"called `{name}` from different places (checked in debug mode only)", _ORDER)
+        return _different_calls(
+            statements, f"called `{name}` from different places (checked in debug mode only)", _ORDER
+        )
     return _exception(f"`{name}` got structures that differ after their first {_SENT} tensors.", [], _advice([]))
 
 

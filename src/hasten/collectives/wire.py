@@ -30,9 +30,7 @@ _LENGTHS = struct.Struct("<QQ")  # of the body, wherever it travels; of the stat
 HEADER_BYTES = DIGEST_BYTES + _LENGTHS.size
 _LARGEST_FRAME = 16 << 10
 _SMALLEST_FRAME = 512
-_ALL_FRAMES = (
-    256 << 10
-)  # bytes that one exchange brings to a process, at most, while frames are larger than the smallest
+_ALL_FRAMES = 256 << 10  # bytes that all frames together have, while each is larger than the smallest
 _PLANS = 64
 # What the form of a tensor is: all that plans depend on.
 _SIZED = attrgetter("shape", "dtype", "device")
@@ -130,13 +128,7 @@ class Wire:
                 *arguments.values(),
                 site,
                 *trace,
-                *(
-                    [leaf.shape for leaf in leaves]
-                    if sized
-                    else [-1 if leaf.is_nested else leaf.dim() for leaf in leaves]
-                ),
-                *[leaf.dtype for leaf in leaves],
-                *[leaf.device for leaf in leaves],
+                *map(_SIZED if sized else _UNSIZED, leaves),
             )
             plan: P | None = self._plans.get(key)
             if plan is None:

@@ -37,6 +37,8 @@ _TORCH_ONLY = {
     WeightedRandomSampler,
     type(None),
 }
+# What needs no look at where it is, on a machine with nothing but a CPU.
+_UNMOVED = {torch.Tensor, str, bytes, int, float, bool, type(None)}
 
 
 class PreparedLoader(SkippableLoader):
@@ -114,6 +116,8 @@ class PreparedLoader(SkippableLoader):
         try:
             batches, batch = self._begin(position, resumed)
             device, non_blocking = self.device, self._non_blocking
+            if device is not None and _stays(batch, device):
+                device = None
             watch = FetchWatch(progress, position) if self._fetches_here() and progress.fetch_kinds != () else None
             while batch is not END:
                 if device is not None:
@@ -327,3 +331,11 @@ class PreparedLoader(SkippableLoader):
 
     def _picklable(self) -> dict[str, Any]:
         return {**super()._picklable(), "world": None, "progress": Progress(self.iteration)}
+
+
+def _stays(batch: Any, device: torch.device) -> bool:
+    """Whether neither this batch nor others of its form can be anywhere else: there is only the CPU."""
+    if device.type != "cpu" or torch.accelerator.is_available():
+        return False
+    leaves = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
+    return all(type(leaf) in _UNMOVED for leaf in leaves)

