@@ -42,7 +42,7 @@ def gather_by_hand(data: Tree) -> Tree:
     parts = leaves(data)
     flat = torch.cat([part.reshape(-1) for part in parts])
     everything = flat.new_empty(RANKS * flat.numel())
-    dist.all_gather_into_tensor(everything, flat)
+    dist.all_gather_single(everything, flat)
     pieces = everything.view(RANKS, -1).split([part.numel() for part in parts], dim=1)
     return rebuild(data, [piece.reshape(-1, *part.shape[1:]) for piece, part in zip(pieces, parts, strict=True)])
 
@@ -69,7 +69,7 @@ def pad_by_hand(data: Tree) -> Tree:
     parts = leaves(data)
     rows = torch.tensor([part.shape[0] for part in parts])
     everyone = rows.new_empty(RANKS * len(parts))
-    dist.all_gather_into_tensor(everyone, rows)
+    dist.all_gather_single(everyone, rows)
     longest = everyone.view(RANKS, -1).amax(0).tolist()
     padded = []
     for part, wanted in zip(parts, longest, strict=True):
@@ -84,7 +84,7 @@ def pad_by_hand(data: Tree) -> Tree:
 
 def gather_one(data: torch.Tensor) -> torch.Tensor:
     everything = data.new_empty(RANKS * data.shape[0], *data.shape[1:])
-    dist.all_gather_into_tensor(everything, data)
+    dist.all_gather_single(everything, data)
     return everything
 
 

@@ -116,8 +116,8 @@ def take_turns(
 
 
 def find(library: str, name: str) -> object:
-    """The public function `name` of `library`, which has it at the top or in its `utils`."""
-    for module in (library, f"{library}.utils"):
+    """The public function `name` of `library`, at the top of it or where its collectives are."""
+    for module in (library, f"{library}.utils", f"{library}.collectives.{name}"):
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
@@ -141,6 +141,7 @@ class Worker:
     @classmethod
     def start(cls, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> Worker:
         own = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **environment}
+        own.pop("PYTHONDONTWRITEBYTECODE", None)  # a library is measured as installed: compiled
         with output.open("wb") as file:
             command = [sys.executable, "-m", *arguments]
             return cls(subprocess.Popen(command, env=own, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT), output)

@@ -238,15 +238,19 @@ class Session:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm."""
-        if self.scaling is not None:
-            self.unscale_gradients()
+        parameters = self._unscaled(parameters)
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip element by element."""
-        if self.scaling is not None:
-            self.unscale_gradients()
+        parameters = self._unscaled(parameters)
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _unscaled(self, parameters: Any) -> Any:
+        if self.scaling is not None:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self.scaling.unscale(self.scaling.owners(self.optimizers, parameters))
+        return parameters
 
     def autocast(self, handler: Any) -> AbstractContextManager[Any]:
         """The precision of this session as a context."""

@@ -160,6 +160,19 @@ def test_is_unscaled():
     assert not torch_private.is_unscaled(scaler, optimizer)
 
 
+def test_found_infinite():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor, infinite in ((float("inf"), True), (1.0, False)):
+        assert not torch_private.found_infinite(scaler, optimizer)
+        scaler.scale(parameter.sum() * factor).backward()
+        scaler.step(optimizer)
+        assert torch_private.found_infinite(scaler, optimizer) == infinite
+        scaler.update()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_takes_the_indices_that_it_is_given(workers: int):
     loader = torch_private.LoaderOverIndices(

@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.checkpoint import commit, leftovers
 from hasten.weights.names import without_shared
-from hasten.weights.read import read_torch
+from hasten.weights.torch_file import read_torch
 from hasten.weights.write import FolderWriter
 from hasten.world import process
 from hasten.world.process import World
@@ -62,7 +62,7 @@ def save(
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """What `torch.load` reads from a file; by default plain data, tensors and numpy arrays only. See `weights.read.read_torch`."""
+    """What `torch.load` reads from a file; by default plain data, tensors and numpy arrays only. See `read_torch`."""
     return read_torch(f, map_location, **kwargs)
 
 

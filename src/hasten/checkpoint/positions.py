@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.checkpoint.manifest import MANIFEST
-from hasten.weights import read as files
+from hasten.weights.torch_file import read_torch
 from hasten.weights.write import FolderWriter
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def read(folder: Path, loaders: Sequence[Any], rank: int) -> None:
         if not path.exists():
             path = folder / file_name(index)
         try:
-            loader.load_state_dict(files.read_torch(path, map_location="cpu"))
+            loader.load_state_dict(read_torch(path, map_location="cpu"))
         except FileNotFoundError:
             lost.append(index)
         except ValueError:

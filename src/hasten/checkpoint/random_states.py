@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hasten.weights import read as files
+from hasten.weights.torch_file import read_torch
 from hasten.weights.write import FolderWriter
 from hasten.world.devices import Device
 
@@ -90,7 +90,7 @@ def _improvise(folder: Path, device: Device, rank: int) -> int | None:
 
 def _load(folder: Path, rank: int) -> dict[str, Any] | None:
     try:
-        states: dict[str, Any] = files.read_torch(folder / file_name(rank), map_location="cpu")
+        states: dict[str, Any] = read_torch(folder / file_name(rank), map_location="cpu")
     except FileNotFoundError:
         return None
     return states

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from hasten.checkpoint import positions, random_states, store
-from hasten.weights import read
 from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.names import without_shared
+from hasten.weights.read import load_model
+from hasten.weights.torch_file import read_torch, read_torch_into
 from hasten.weights.write import FolderWriter
 from hasten.world import process
 from hasten.world.process import World
@@ -212,7 +213,7 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 
     The file may hold any type, and reading it can run code: it must be one that you trust.
     """
-    state = read.read_torch(Path(path) / CUSTOM_NAME.format(index), map_location="cpu", weights_only=False)
+    state = read_torch(Path(path) / CUSTOM_NAME.format(index), map_location="cpu", weights_only=False)
     obj.load_state_dict(state)
 
 
@@ -263,31 +264,31 @@ def _read_shared(
         _read_optimizer(_existing(folder, numbered(OPTIMIZER_NAME, index), optimizer), optimizer, options)
     for index, scheduler in enumerate(contents.schedulers):
         path = _existing(folder, numbered(SCHEDULER_NAME, index), scheduler)
-        scheduler.load_state_dict(read.read_torch(path, **options))
+        scheduler.load_state_dict(read_torch(path, **options))
     if contents.scaler is not None:
         path = _existing(folder, SCALER_NAME, contents.scaler)
-        contents.scaler.load_state_dict(read.read_torch(path, **options))
+        contents.scaler.load_state_dict(read_torch(path, **options))
 
 
 def _read_model(folder: Path, index: int, model: torch.nn.Module, device: Any, options: dict[str, Any]) -> None:
     safe = folder / numbered(SAFE_WEIGHTS_NAME, index)
     if safe.exists():
-        read.load_model(model, safe, device=device, **options)
+        load_model(model, safe, device=device, **options)
         return
     path = _existing(folder, numbered(WEIGHTS_NAME, index), model, or_else=safe.name)
-    model.load_state_dict(read.read_torch_mapped(path, device), **options)
+    if torch.device(device).type != "cpu" or options.get("assign"):
+        model.load_state_dict(read_torch(path, device), **options)
+    else:
+        model.load_state_dict(read_torch_into(path, model.state_dict()), **options)
 
 
 def _read_optimizer(path: Path, optimizer: Any, options: dict[str, Any]) -> None:
-    state = read.read_torch_mapped(path, **options)
-    # Tensors go straight into the memory that the optimizer has for them, if it is the same optimizer.
-    now = optimizer.state_dict()
-    same = isinstance(state, dict) and _sizes(state) == _sizes(now)
-    optimizer.load_state_dict(read.copy_into(state, now if same else None))
-
-
-def _sizes(state: Mapping[str, Any]) -> list[int]:
-    return [len(group.get("params", ())) for group in state.get("param_groups", ())]
+    if torch.device(options["map_location"]).type != "cpu":
+        optimizer.load_state_dict(read_torch(path, **options))
+        return
+    options = {name: value for name, value in options.items() if name != "map_location"}
+    # Tensors go straight into the memory that the optimizer has for them: of other ones torch's own check complains below.
+    optimizer.load_state_dict(read_torch_into(path, optimizer.state_dict(), **options))
 
 
 def _existing(folder: Path, name: str, item: Any, or_else: str | None = None) -> Path:

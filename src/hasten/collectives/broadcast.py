@@ -50,6 +50,7 @@ class _InFrame:
 
     def __init__(self, wire: Wire, form: Form, layout: Layout) -> None:
         self.wire, self.statement = wire, form.statement()
+        self.away = wire.is_away(form.leaves)
         source = form.arguments["from_process"]
         self.sends = wire.rank == source
         self.sent = layout.views(wire.body)
@@ -57,10 +58,10 @@ class _InFrame:
 
     def run(self, leaves: list[torch.Tensor]) -> None:
         if self.sends:
-            self.wire.pack("broadcast", self.sent, leaves)
+            self.wire.pack("broadcast", self.sent, leaves, self.away)
         self.wire.meet(self.statement)
         if not self.sends:
-            copy_all(leaves, self.received)
+            copy_all(leaves, self.received, self.away)
 
 
 class _Beside:
@@ -68,6 +69,7 @@ class _Beside:
 
     def __init__(self, wire: Wire, form: Form) -> None:
         self.wire, self.statement = wire, form.statement()
+        self.away = wire.is_away(form.leaves)
         self.source = form.arguments["from_process"]
         self.parcels = Parcels(form.names, form.leaves)
 
@@ -77,14 +79,14 @@ class _Beside:
         packed = torch.empty(parcels.layout.nbytes, dtype=torch.uint8, device=wire.device)
         views = parcels.layout.views(packed)
         if sends:
-            wire.pack("broadcast", views, together)
+            wire.pack("broadcast", views, together, self.away)
         alone = wire.ready("broadcast", [leaves[index] for index in parcels.alone])
         wire.meet(self.statement)
         if together:
             wire.broadcast(packed, self.source)
             if not sends:
-                copy_all(together, views)
+                copy_all(together, views, self.away)
         for index, sent in zip(parcels.alone, alone, strict=True):
             wire.broadcast(as_bytes(sent), self.source)
             if not sends and sent.data_ptr() != leaves[index].data_ptr():
-                copy_all([leaves[index]], [sent])
+                copy_all([leaves[index]], [sent], self.away)

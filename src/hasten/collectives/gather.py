@@ -36,9 +36,12 @@ def gather(tensor: Any, *, world: World | None = None) -> Any:
         {'loss': tensor of shape (2,), 'labels': tensor of shape (16,)}
     """
     wire = wire_of(world)
-    if wire is None:
-        return tensor
-    leaves, plan = wire.plan(_plan, "gather", tensor)
+    return tensor if wire is None else gather_as("gather", tensor, wire)
+
+
+def gather_as(operation: str, tensor: Any, wire: Wire, **arguments: Any) -> Any:
+    """As `gather`, on behalf of the function `operation` with `arguments` that must be the same on every process."""
+    leaves, plan = wire.plan(_plan, operation, tensor, **arguments)
     results = plan.run(leaves)
     if plan.away:
         results = [result.to(leaf.device) for result, leaf in zip(results, leaves, strict=True)]
@@ -60,7 +63,7 @@ class _InFrame:
         self.pieces = _by_leaf([layout.views(body) for body in wire.bodies])
 
     def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.wire.pack("gather", self.sent, leaves)
+        self.wire.pack(self.statement.operation, self.sent, leaves, self.away)
         self.wire.meet(self.statement)
         # One storage for each result: whoever keeps one of them keeps nothing else alive.
         return [torch.cat(pieces) for pieces in self.pieces]
@@ -77,8 +80,10 @@ class _Beside:
     def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         wire, parcels, layout = self.wire, self.parcels, self.parcels.layout
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=wire.device)
-        wire.pack("gather", layout.views(packed), [leaves[index] for index in parcels.together])
-        alone = wire.ready("gather", [leaves[index] for index in parcels.alone])
+        wire.pack(
+            self.statement.operation, layout.views(packed), [leaves[index] for index in parcels.together], self.away
+        )
+        alone = wire.ready(self.statement.operation, [leaves[index] for index in parcels.alone])
         wire.meet(self.statement)
         results: dict[int, torch.Tensor] = {}
         if parcels.together:

@@ -26,11 +26,24 @@ def flatten(name: str, data: Any) -> tuple[list[torch.Tensor], list[Any]]:
     """
     leaves: list[torch.Tensor] = []
     trace: list[Any] = []
-    _collect(name, data, leaves, trace)
+    try:
+        _collect(data, leaves, trace)
+    except _Stray as stray:
+        raise unsupported(name, stray.leaf, _path_of(data, stray.leaf)) from None
     return leaves, trace
 
 
-def _collect(name: str, data: Any, leaves: list[torch.Tensor], trace: list[Any]) -> None:
+class _Stray(Exception):
+    def __init__(self, leaf: object) -> None:
+        self.leaf = leaf
+
+
+def _path_of(data: Any, leaf: object) -> str:
+    """The path of an object that is not a tensor."""
+    return next((path for path, item in _walk(data) if item is leaf), "")
+
+
+def _collect(data: Any, leaves: list[torch.Tensor], trace: list[Any]) -> None:
     if isinstance(data, _Tensor):
         leaves.append(data)
         return
@@ -48,24 +61,30 @@ def _collect(name: str, data: Any, leaves: list[torch.Tensor], trace: list[Any])
         trace += (".", tuple(fields))
         items = list(fields.values())
     else:
-        raise unsupported(name, data)
+        raise _Stray(data)
     if set(map(type, items)) == ONLY_TENSORS:
         trace.append(True)
         leaves += items
         return
     for item in items:
         trace.append(isinstance(item, _Tensor))
-        _collect(name, item, leaves, trace)
+        _collect(item, leaves, trace)
 
 
-def paths(data: Any, prefix: str = "") -> Iterator[str]:
+def paths(data: Any) -> list[str]:
     """How to reach each tensor of a nested structure, e.g. `['loss'][0]`, in the order of `flatten`."""
-    if isinstance(data, _Tensor):
-        yield prefix or "the tensor"
+    return [path or "the tensor" for path, item in _walk(data) if isinstance(item, _Tensor)]
+
+
+def _walk(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its path."""
+    inner = None if isinstance(data, _Tensor) else children(data)
+    if inner is None:
+        yield path, data
         return
-    by_field = is_dataclass_instance(data) and not isinstance(data, (Mapping, tuple, list))
-    for key, item in children(data) or ():
-        yield from paths(item, prefix + (f".{key}" if by_field else f"[{key_text(key)}]"))
+    by_field = not isinstance(data, (Mapping, tuple, list))
+    for key, item in inner:
+        yield from _walk(item, path + (f".{key}" if by_field else f"[{key_text(key)}]"))
 
 
 @dataclass(frozen=True)

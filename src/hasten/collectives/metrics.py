@@ -8,13 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
-from hasten.collectives.gather import gather
+from hasten.collectives.gather import gather_as
 from hasten.collectives.nested import children, honor_mapping, slice_tensors
 from hasten.collectives.objects import gather_each, items_of
 from hasten.collectives.verify import DistributedOperationException, key_text
 from hasten.collectives.wire import wire_of
 from hasten.world.process import World
 
+_NAME = "gather_for_metrics"
 _logger = logging.getLogger(__name__)
 
 
@@ -49,7 +50,10 @@ def gather_for_metrics(
     if wire is None:
         return input_data
     tensors = not use_gather_object and _is_of_tensors(input_data)
-    joined = gather(input_data, world=world) if tensors else _join(gather_each(input_data, "gather_for_metrics", wire))
+    if tensors:
+        joined = gather_as(_NAME, input_data, wire, of="tensors")
+    else:
+        joined = _join(gather_each(input_data, _NAME, wire, of="objects"))
     if loader is None or not loader.end_of_dataloader or loader.remainder == 0:
         return joined
     if loader.remainder < 0:

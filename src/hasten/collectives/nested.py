@@ -115,11 +115,11 @@ def children(data: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def unsupported(name: str, found: object, test_name: str = "is_torch_tensor") -> TypeError:
-    """The error for a leaf of a type that `name` cannot work on."""
+def unsupported(name: str, found: object, path: str = "", test_name: str = "is_torch_tensor") -> TypeError:
+    """The error for a leaf, found at `path`, of a type that `name` cannot work on."""
     return TypeError(
         f"Unsupported types ({type(found)}) passed to `{name}`. Only nested list/tuple/dicts of objects that are valid for "
-        f"`{test_name}` should be passed."
+        f"`{test_name}` should be passed." + (f" It is at {path}." if path else "")
     )
 
 

@@ -42,9 +42,9 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
     return [item for each in gather_each(object, "gather_object", wire) for item in items_of(each)]
 
 
-def gather_each(item: Any, operation: str, wire: Wire) -> list[Any]:
-    """The object of each process, in rank order."""
-    bodies = wire.talk(_statement(operation, {}, wire), _pickled(item, operation, wire))
+def gather_each(item: Any, operation: str, wire: Wire, **arguments: Any) -> list[Any]:
+    """The object of each process, in rank order; on behalf of `operation` with `arguments` that must be the same."""
+    bodies = wire.talk(_statement(operation, arguments, wire), _pickled(item, operation, wire))
     return [pickle.loads(body) for body in bodies]
 
 

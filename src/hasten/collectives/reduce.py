@@ -110,7 +110,7 @@ class _InFrame:
         self.totals = layout.views(total)
 
     def run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.wire.pack("reduce", self.sent, leaves)
+        self.wire.pack("reduce", self.sent, leaves, self.away)
         self.wire.meet(self.statement)
         for rows, total in self.steps:
             self._combine(rows, total)
@@ -146,7 +146,7 @@ class _Beside:
         wire, parcels, layout = self.wire, self.parcels, self.parcels.layout
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=wire.device)
         views = layout.views(packed)
-        wire.pack("reduce", views, [leaves[index] for index in parcels.together])
+        wire.pack("reduce", views, [leaves[index] for index in parcels.together], self.away)
         brought = [leaves[index] for index in parcels.alone]
         alone = [
             ready.clone() if ready.data_ptr() == leaf.data_ptr() else ready

@@ -47,14 +47,6 @@ def frame_bytes(size: int) -> int:
     return min(_LARGEST_FRAME, max(_SMALLEST_FRAME, _ALL_FRAMES // size // 16 * 16))
 
 
-def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` with the tensors of all processes, in rank order."""
-    if _SINGLE:
-        dist.all_gather_single(output, tensor, group=group)
-    else:  # torch before 2.13
-        dist.all_gather_into_tensor(output, tensor, group=group)
-
-
 @dataclass(frozen=True)
 class Form:
     """A call of a collective on tensors: all that it has in common with the next call on a structure of the same form."""
@@ -133,7 +125,7 @@ class Wire:
             plan: P | None = self._plans.get(key)
             if plan is None:
                 with torch.inference_mode(False):
-                    plan = build(self, Form(operation, arguments, site, list(paths(data)), leaves))
+                    plan = build(self, Form(operation, arguments, site, paths(data), leaves))
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
                 self._plans[key] = plan
@@ -143,12 +135,12 @@ class Wire:
             self.fail(operation, error)
         return leaves, plan
 
-    def pack(self, operation: str, into: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-        """Copy tensors into views of what will be sent."""
+    def pack(self, operation: str, into: list[torch.Tensor], leaves: list[torch.Tensor], away: bool) -> None:
+        """Copy tensors, some of which may be `away` on another device, into views of what will be sent."""
         if self.staged:
             self._settle()
         try:
-            copy_all(into, leaves)
+            copy_all(into, leaves, away)
         except Exception as error:
             self.fail(operation, error)
 
@@ -209,12 +201,12 @@ class Wire:
         raise error
 
     def gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """One all-gather; says what is wrong where the process group has been ended."""
-        try:
-            all_gather(output, tensor, self.group)
-        except Exception:
-            self.world.check_alive()
-            raise
+        """One all-gather; raises if the process group has been ended."""
+        self.world.check_alive()
+        if _SINGLE:
+            dist.all_gather_single(output, tensor, group=self.group)
+        else:  # torch before 2.13
+            dist.all_gather_into_tensor(output, tensor, group=self.group)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """One broadcast, in place, from the process of rank `source` in this world."""
@@ -269,10 +261,13 @@ class Wire:
         self._stream = stream
 
 
-def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Overwrite tensors by others of the same shapes, whatever their dtypes, strides and devices."""
-    if tensors:  # torch refuses empty lists
-        with torch.no_grad():
+def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor], away: bool) -> None:
+    """Overwrite tensors by others of the same shapes, whatever their strides, and devices if some are `away`."""
+    with torch.no_grad():
+        if away:
+            for target, tensor in zip(into, tensors, strict=True):
+                target.copy_(tensor)
+        elif tensors:  # torch refuses empty lists
             torch._foreach_copy_(into, tensors)
 
 

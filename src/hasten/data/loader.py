@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from hasten.data.resume import Progress
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, innermost
@@ -42,7 +42,7 @@ def prepare_data_loader(
 
     Args:
         dataloader: any torch DataLoader; it stays as it is, except that a shuffling sampler without a generator gets one when
-            there are several ranks.
+            there are several ranks. One with a `DistributedSampler` is this rank's part already.
         device: where batches go with `put_on_device`; by default the world's device.
         num_processes, process_index: the number of ranks and this one's index; by default those of the world.
         split_batches: cut each batch into one part per rank.
@@ -97,7 +97,7 @@ def prepare_data_loader(
     if rng_types is not None:
         fields["rng_types"] = [kind for kind in rng_types if generator is not None or not _is_generator(kind)]
         fields["synchronized_generator"] = generator
-    if parts > 1:
+    if parts > 1 and not isinstance(get_sampler(dataloader), DistributedSampler):
         share = _stream_part if iterable else _index_part
         replaced |= share(dataloader, replaced, part, parts, split_batches, even_batches)
     return DataLoaderShard.adopt(dataloader, replaced, **fields)

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Sampler
 
 from hasten.collectives.nested import send_to_device
-from hasten.data.randomness import ALL, TORCH, capture, restore, rewound
+from hasten.data.order import Order
+from hasten.data.randomness import State, capture, rewound
 from hasten.data.resume import FetchWatch, Position, Progress
-from hasten.data.samplers import SeedableRandomSampler, get_sampler, innermost, set_sampler
+from hasten.data.samplers import SeedableRandomSampler, get_sampler, set_sampler
 from hasten.data.skippable import SkippableLoader
 from hasten.world import torch_private
 from hasten.world.context import CONTEXT
@@ -27,16 +21,6 @@ from hasten.world.process import World, current
 
 END: Any = object()
 
-# Samplers and batch samplers that draw from torch's generators only.
-_TORCH_ONLY = {
-    BatchSampler,
-    RandomSampler,
-    SeedableRandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    type(None),
-}
 # What needs no look at where it is, on a machine with nothing but a CPU.
 _UNMOVED = {torch.Tensor, str, bytes, int, float, bool, type(None)}
 
@@ -105,16 +89,17 @@ class PreparedLoader(SkippableLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self.remainder)
-        skip, resumed = progress.take_pending(self.skip_batches, self.by_position)
+        skip, resumed = progress.take_pending(self.skip_batches, self._steps_before if self.by_position else None)
         if skip is None:
             self.skip_batches = 0
             return
         position = progress.position = Position(batches=skip)
         self.end_of_dataloader, self.remainder = False, self._remainder_at_start()
-        self._tell_epoch(progress.iteration)
+        order = Order(self)
+        order.set_epoch(progress.iteration)
         CONTEXT.loaders.push(self)
         try:
-            batches, batch = self._begin(position, resumed)
+            batches, batch = self._begin(order, position, resumed)
             device, non_blocking = self.device, self._non_blocking
             if device is not None and _stays(batch, device):
                 device = None
@@ -146,29 +131,24 @@ class PreparedLoader(SkippableLoader):
         if outer[0] is not None and outer[0].running:
             self.progress.position, self.end_of_dataloader, self.remainder = outer
 
-    def _begin(self, position: Position, resumed: dict[str, Any] | None) -> tuple[Iterator[Any], Any]:
+    def _begin(self, order: Order, position: Position, resumed: State | None) -> tuple[Iterator[Any], Any]:
         """Draw the order of the pass, or draw that of an interrupted pass again; returns the batches and the first of them."""
-        generators = self._generators()
+        generators, kinds = order.generators(), order.kinds()
         if resumed is None:
-            self._synchronize()
-            position.order = capture(self._order_kinds(), generators)
+            self._synchronize(order)
+            position.order = capture(kinds, generators)
             batches = self._open(position.batches)
             return batches, next(batches, END)
-        # What the checkpoint restored stays as it is: an uninterrupted run would not draw now.
         ahead = resumed["ahead"] if position.batches == resumed["batches"] else None
+        # What the checkpoint restored stays as it is: an uninterrupted run would not draw the order now.
         with rewound(resumed["order"], generators):
-            self._synchronize()
-            position.order = capture(self._order_kinds(), generators)
+            self._synchronize(order)
+            position.order = capture(kinds, generators)
             self.indices.holds = True
             batches = self._open(position.batches)
             if self.is_iterable or not self.indices.draw(self._batches_per_step()):
-                if ahead is not None:
-                    restore(ahead)
-                return batches, next(batches, END)
-        if ahead is None:
-            return batches, next(batches, END)
-        with rewound(ahead):
-            return batches, next(batches, END)
+                return batches, _fetch_again(batches, ahead)
+        return batches, _fetch_again(batches, ahead)
 
     def _open(self, skip: int) -> Iterator[Any]:
         """This rank's batches, from a reader whose workers draw a seed only if an uninterrupted run would."""
@@ -192,13 +172,16 @@ class PreparedLoader(SkippableLoader):
         """Whether this process itself loads the samples."""
         return self.num_workers == 0
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, order: Order) -> None:
         """Give all ranks the random state of the first."""
         world = self.world or current()
-        if self.rng_types and world.size > 1:
+        if self.rng_types is None or world.size == 1:
+            return
+        if self.rng_types:
             from hasten.world import rng
 
-            rng.synchronize_rng_states(self.rng_types, self.synchronized_generator)
+            rng.synchronize_rng_states(self.rng_types, self.synchronized_generator, world=world)
+        order.share_seed(world)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -222,42 +205,7 @@ class PreparedLoader(SkippableLoader):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers and the dataset."""
         self.progress.set_epoch(epoch)
-        self._tell_epoch(epoch)
-
-    def _order_parts(self) -> list[Any]:
-        """The objects that make the order: batch samplers, samplers and the dataset, each once."""
-        parts: list[Any] = []
-        for part in (self.batch_sampler, self.sampler, innermost(self.batch_sampler), get_sampler(self), self.dataset):
-            if part is not None and not any(part is earlier for earlier in parts):
-                parts.append(part)
-        return parts
-
-    def _tell_epoch(self, epoch: int) -> None:
-        for part in self._order_parts():
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-
-    def _generators(self) -> list[torch.Generator]:
-        """The generators that the order is drawn from, besides the process's own."""
-        parts = [self, *self._order_parts()]
-        if self.is_iterable:
-            parts.append(getattr(self.dataset, "dataset", None))
-        else:
-            parts.pop()  # what a map-style dataset draws is not the order
-        found: list[torch.Generator] = []
-        for part in parts:
-            # A seedable sampler seeds its own at each pass.
-            generator = None if isinstance(part, SeedableRandomSampler) else getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-                found.append(generator)
-        return found
-
-    def _order_kinds(self) -> tuple[str, ...]:
-        """The kinds of generators that the order may be drawn from."""
-        if self.is_iterable:
-            return TORCH if self.num_workers else ALL
-        kinds = {type(innermost(self.batch_sampler)), type(get_sampler(self))}
-        return TORCH if kinds <= _TORCH_ONLY else ALL
+        Order(self).set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the batches and samples handed out in it, and the random states that its order came from.
@@ -266,11 +214,11 @@ class PreparedLoader(SkippableLoader):
         strings, lists and dictionaries only.
         """
         state = self.progress.save()
-        sampler, size, length = get_sampler(self), self.total_batch_size, self._samples_per_pass()
+        order, size, length = Order(self), self.total_batch_size, self._samples_per_pass()
         samples = -1 if size is None else state["batches"] * size
         state["samples"] = samples if length is None or samples < 0 else min(samples, length)
-        state["generators"] = [generator.get_state() for generator in self._generators()]
-        state["seed"] = sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None
+        state["generators"] = [generator.get_state() for generator in order.generators()]
+        state["seed"] = order.sampler.initial_seed if isinstance(order.sampler, SeedableRandomSampler) else None
         state["keeps_workers"] = self.progress.keeps_workers or torch_private.keeps_workers(self)
         return state
 
@@ -283,7 +231,8 @@ class PreparedLoader(SkippableLoader):
         Raises:
             ValueError: the state is not that of a prepared loader, or of one with other generators.
         """
-        generators = self._generators()
+        order = Order(self)
+        generators = order.generators()
         if "iteration" not in state_dict or len(state_dict.get("generators", ())) != len(generators):
             raise ValueError(
                 f"This is not the state of a loader like this one: it has {sorted(state_dict)} with "
@@ -294,9 +243,20 @@ class PreparedLoader(SkippableLoader):
         self.progress.keeps_workers = state_dict["keeps_workers"]
         for generator, value in zip(generators, state_dict["generators"], strict=True):
             generator.set_state(value)
-        sampler = get_sampler(self)
-        if isinstance(sampler, SeedableRandomSampler) and state_dict["seed"] is not None:
-            sampler.initial_seed = state_dict["seed"]
+        if isinstance(order.sampler, SeedableRandomSampler) and state_dict["seed"] is not None:
+            order.sampler.initial_seed = state_dict["seed"]
+
+    def _steps_before(self, state: State) -> int:
+        """The steps of this loader that lead to a saved position, also if the number of ranks has changed."""
+        size, samples = self.total_batch_size, state["samples"]
+        if size is None or samples < 0:
+            return state["batches"]
+        if samples % size:
+            raise NotImplementedError(
+                f"The saved position, after {samples} samples, lies within a step of this loader, which has {size} samples over "
+                "all ranks. Use a number of ranks and a batch size whose product divides it."
+            )
+        return samples // size
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -317,7 +277,7 @@ class PreparedLoader(SkippableLoader):
     def _samples_per_pass(self) -> int | None:
         """Samples that a pass over all ranks hands out, repeated ones not counted; None if unknown."""
         try:
-            return len(self.dataset if self.is_iterable else get_sampler(self))  # type: ignore[arg-type]
+            return self.total_dataset_length if self.is_iterable else len(get_sampler(self))
         except TypeError:
             return None
 
@@ -331,6 +291,12 @@ class PreparedLoader(SkippableLoader):
 
     def _picklable(self) -> dict[str, Any]:
         return {**super()._picklable(), "world": None, "progress": Progress(self.iteration)}
+
+
+def _fetch_again(batches: Iterator[Any], ahead: State | None) -> Any:
+    """The batch that an interrupted pass had fetched ahead, from the random state that it was fetched from."""
+    with nullcontext() if ahead is None else rewound(ahead):
+        return next(batches, END)
 
 
 def _stays(batch: Any, device: torch.device) -> bool:

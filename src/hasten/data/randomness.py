@@ -69,15 +69,16 @@ def _set_python(state: list[Any]) -> None:
 def _numpy() -> list[Any]:
     import numpy
 
-    name, words, *rest = numpy.random.get_state()
-    return [name, torch.tensor(list(words)), *rest]
+    state: Any = numpy.random.get_state(legacy=False)
+    words, position = state["state"]["key"], state["state"]["pos"]
+    return [torch.from_numpy(words.astype("int64")), int(position), int(state["has_gauss"]), float(state["gauss"])]
 
 
 def _set_numpy(state: list[Any]) -> None:
     import numpy
 
-    name, words, *rest = state
-    numpy.random.set_state((name, words.numpy().astype("uint32"), *rest))
+    words, *rest = state
+    numpy.random.set_state(("MT19937", words.numpy().astype("uint32"), *rest))
 
 
 _CAPTURE: dict[str, Callable[[], Any]] = {"torch": torch.get_rng_state, "python": _python, "numpy": _numpy}

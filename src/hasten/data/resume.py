@@ -5,6 +5,7 @@ A prepared loader and those that `skip_first_batches` made from it share one `Pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hasten.data.randomness import ALL, State, capture, differs
@@ -22,7 +23,6 @@ class Position:
 
     Args:
         batches: batches handed to the loop, the skipped ones included.
-        draws_seed: whether the pass draws a seed for its workers; kept workers have theirs.
         order: the generators' states before the order was drawn.
         ahead: those before the batch that has been fetched ahead, if fetching draws.
         running: whether the loop is in its body.
@@ -30,7 +30,6 @@ class Position:
     """
 
     batches: int = 0
-    draws_seed: bool = True
     order: State | None = None
     ahead: State | None = None
     running: bool = True
@@ -90,18 +89,23 @@ class Progress:
             if not 0 <= epoch - self.pending["iteration"] <= ending:
                 self.pending = None
 
-    def take_pending(self, skip: int, by_position: bool) -> tuple[int | None, State | None]:
+    def take_pending(self, skip: int, steps_before: Callable[[State], int] | None) -> tuple[int | None, State | None]:
         """What the next pass, asked to leave out `skip` batches, does about a loaded position.
 
-        Returns the batches that it leaves out, None if nothing is left of its epoch, and the state whose order it draws again.
+        Args:
+            skip: batches to leave out.
+            steps_before: counts the batches before a position, for a pass that continues there by itself.
+
+        Returns:
+            The batches that it leaves out, None if nothing is left of its epoch, and the state whose order it draws again.
         """
         state, self.pending = self.pending, None
         if state is None:
             return skip, None
         if state["status"] == ENDING:
             return (None if skip >= state["batches"] else skip), None
-        if by_position and skip == 0:
-            skip = state["batches"]
+        if steps_before is not None and skip == 0:
+            skip = steps_before(state)
         # A loop that was left begins anew in an uninterrupted run, too, unless it is told to skip.
         return skip, state if state["status"] == RUNNING or skip > 0 else None
 

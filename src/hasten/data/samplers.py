@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -24,13 +24,19 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(*args, **kwargs)
         self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
+        self.is_shared = False  # whether all ranks are known to have this seed
 
     def __iter__(self) -> Iterator[int]:
+        self.seeded()
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def seeded(self) -> torch.Generator:
+        """The generator, seeded for the epoch."""
         if self.generator is None:
             self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
+        return self.generator
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next pass has."""
@@ -61,19 +67,46 @@ class SkipBatchSampler(BatchSampler):
         return max(0, self.total_length - self.skip_batches)
 
 
-def samples_from(sampler: Iterable[int], start: int) -> Iterator[int]:
-    """The samples of one pass over `sampler` after the first `start`, in constant time where the order is a plain count."""
-    return advance(sampler, iter(sampler), 0, start)
+def draw_order(sampler: Any) -> tuple[range | torch.Tensor, Callable[[], None]] | None:
+    """The whole order of one pass over one of torch's simple samplers, drawn as iterating over it draws.
 
-
-def advance(sampler: Iterable[int], samples: Iterator[int], taken: int, start: int) -> Iterator[int]:
-    """Move an iterator over `sampler`, of which `taken` samples are taken, on to sample `start`.
-
-    A sampler that draws does so when the next sample is asked for, not before.
+    Returns the order and what to call where iterating would find the end; None for samplers that must be iterated over.
     """
-    if type(sampler) is SequentialSampler:
-        return iter(range(len(sampler))[start:])
-    return islice(samples, start - taken, None)
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return range(len(sampler)), lambda: None
+    if kind not in (RandomSampler, SeedableRandomSampler) or sampler.replacement:
+        return None
+    number = len(sampler.data_source)
+    if sampler.num_samples != number:
+        return None
+    generator = sampler.seeded() if kind is SeedableRandomSampler else sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    order = torch.randperm(number, generator=generator)
+
+    def finish() -> None:
+        # Torch looks for a part of a second permutation before it stops.
+        torch.randperm(number, generator=generator)
+        if kind is SeedableRandomSampler:
+            sampler.set_epoch(sampler.epoch + 1)
+
+    return order, finish
+
+
+def samples_from(sampler: Iterable[int], start: int) -> Iterator[int]:
+    """The samples of one pass over `sampler` after the first `start`, in the same time for every `start` where possible.
+
+    A sampler that draws does so when the first sample is asked for, not before.
+    """
+    drawn = draw_order(sampler)
+    if drawn is None:
+        yield from islice(iter(sampler), start, None)
+        return
+    order, finish = drawn
+    yield from order[start:] if isinstance(order, range) else order[start:].tolist()
+    finish()
 
 
 def batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
@@ -89,7 +122,7 @@ def batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
     if type(batches) is BatchSampler:
         rest = samples_from(batches.sampler, start * batches.batch_size)
         return iter(BatchSampler(rest, batches.batch_size, batches.drop_last))
-    if type(batches) is SequentialSampler:
+    if isinstance(batches, (RandomSampler, SequentialSampler)):
         return samples_from(batches, start)
     return islice(iter(batches), start, None)
 

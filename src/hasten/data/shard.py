@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from hasten.data.samplers import advance
+from hasten.data.samplers import draw_order
 
 # The mesh axes along which one model is spread: ranks that differ only in these need the same batches.
 _MODEL_AXES = ("tp", "cp", "sp", "pp", "ep")
@@ -114,16 +114,25 @@ class BatchSamplerShard(BatchSampler):
     def _slices(self, sampler: Iterable[int], start: int) -> Iterator[list[int]]:
         """Torch's own batch sampler makes batches of consecutive samples: a round is a slice of the order."""
         own = self._own_size
-        round_size = own * self.num_processes
+        size = own * self.num_processes
         begin, end = self.process_index * own, (self.process_index + 1) * own
+        drawn = draw_order(sampler)
+        if drawn is not None:
+            order, finish = drawn
+            whole = len(order) // size * size
+            yield from _columns(order, start * size, whole, size, begin, end)
+            finish()
+            if start * size <= whole:
+                yield from self._last(_listed(order[whole:]), _listed(order[:size]), begin, end)
+            return
         samples = iter(sampler)
-        chunk = first = list(islice(samples, round_size))
+        chunk = first = list(islice(samples, size))
         if start > 0:
-            samples = advance(sampler, samples, round_size, start * round_size)
-            chunk = list(islice(samples, round_size))
-        while len(chunk) == round_size:
+            next(islice(samples, (start - 1) * size, (start - 1) * size), None)
+            chunk = list(islice(samples, size))
+        while len(chunk) == size:
             yield chunk[begin:end]
-            chunk = list(islice(samples, round_size))
+            chunk = list(islice(samples, size))
         yield from self._last(chunk, first, begin, end)
 
     def _last(self, rest: list[int], first: list[int], begin: int, end: int) -> Iterator[list[int]]:
@@ -187,6 +196,26 @@ class BatchSamplerShard(BatchSampler):
             dealt += [list(islice(pool, self.batch_size)) for _ in range(self.num_processes - len(dealt))]
         self.real = real if sum(map(len, dealt)) > real else 0
         return dealt
+
+
+_BLOCK = 4096  # samples of a plain count that are listed at a time
+
+
+def _columns(
+    order: range | torch.Tensor, start: int, stop: int, size: int, begin: int, end: int
+) -> Iterator[list[int]]:
+    """Samples `begin` to `end` of each round of `size` samples between `start` and `stop`, whole rounds all of them."""
+    if isinstance(order, torch.Tensor):
+        if start < stop:
+            yield from order[start:stop].view(-1, size)[:, begin:end].tolist()
+        return
+    block = max(1, _BLOCK // size) * size
+    for at in range(start, stop, block):
+        yield from torch.arange(at, min(at + block, stop)).view(-1, size)[:, begin:end].tolist()
+
+
+def _listed(order: range | torch.Tensor) -> list[int]:
+    return list(order) if isinstance(order, range) else order.tolist()
 
 
 class SamplerShard:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from hasten.data.prepared import PreparedLoader
+from hasten.data.samplers import get_sampler
 from hasten.data.shard import BatchSamplerShard, IterableDatasetShard, SamplerShard
 
 
@@ -55,18 +57,27 @@ class DataLoaderShard(PreparedLoader):
         )
 
     @property
+    def _shard(self) -> BatchSamplerShard | IterableDatasetShard | None:
+        """What cuts this rank's part out of the data, if something of ours does."""
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset
+        batches = self.indices.batches
+        batches = batches.shard if isinstance(batches, SamplerShard) else batches
+        return batches if isinstance(batches, BatchSamplerShard) else None
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples of a step over all ranks; None if batches have no fixed size."""
-        if isinstance(self.dataset, IterableDatasetShard):
-            shard = self.dataset
-            return shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-        batches = self.indices.batches
-        if isinstance(batches, SamplerShard):
-            return batches.shard.num_processes
-        size = getattr(batches, "batch_size", self.batch_size)
-        if isinstance(batches, BatchSamplerShard) and size is not None and not batches.split_batches:
-            return size * batches.num_processes
-        return size
+        shard = self._shard
+        if self.is_iterable and self.batch_size is None:
+            return None
+        if shard is None:
+            size = getattr(self.indices.batches, "batch_size", self.batch_size)
+            ranks = getattr(get_sampler(self), "num_replicas", 1)
+        else:
+            size = shard.batch_size
+            ranks = 1 if shard.split_batches else shard.num_processes
+        return None if size is None else size * ranks
 
     @property
     def total_dataset_length(self) -> int:
@@ -79,31 +90,28 @@ class DataLoaderShard(PreparedLoader):
         return len(whole)  # type: ignore[arg-type]
 
     def _samples_per_pass(self) -> int | None:
-        if isinstance(self.dataset, IterableDatasetShard):
-            return None
-        return super()._samples_per_pass()
-
-    def _shard(self) -> BatchSamplerShard | None:
-        batches = self.indices.batches
-        batches = getattr(batches, "shard", batches)
-        return batches if isinstance(batches, BatchSamplerShard) else None
+        sampler = get_sampler(self)
+        return sampler.total_size if isinstance(sampler, DistributedSampler) else super()._samples_per_pass()
 
     def _remainder_at_start(self) -> int:
-        if self._drop_last or self.is_iterable:
+        shard, sampler = self._shard, get_sampler(self)
+        if self._drop_last or isinstance(shard, IterableDatasetShard):
             return -1
-        shard, size, length = self._shard(), self.total_batch_size, self._samples_per_pass()
+        if isinstance(sampler, DistributedSampler):
+            # It deals single samples, so that those it repeats are not the last ones of the global batch.
+            return -1 if sampler.total_size > self.total_dataset_length else 0
         if shard is not None and not shard.even_batches:
             return 0
-        return -1 if size is None or length is None else length % size
+        size, length = self.total_batch_size, self._samples_per_pass()
+        if self.is_iterable or size is None or length is None:
+            return 0 if shard is None else -1
+        return length % size
 
     def _remainder_at_end(self) -> int:
-        if self._drop_last:
-            return -1
-        if isinstance(self.dataset, IterableDatasetShard):
-            # With several workers each one repeats samples at its own end; items of unknown size can not be counted.
-            real = self.dataset.real if self.num_workers <= 1 else -1
-            return real if real == 0 or self.batch_size is not None else -1
-        shard = self._shard()
-        if self.remainder >= 0 or shard is None or not shard.even_batches:
-            return max(0, self.remainder)
-        return shard.real
+        shard = self._shard
+        if self._drop_last or shard is None or self.remainder >= 0:
+            return self.remainder
+        if isinstance(shard, IterableDatasetShard) and self.num_workers > 1:
+            return -1  # each worker repeats samples at its own end
+        items_are_batches = self.is_iterable and self.batch_size is None
+        return -1 if items_are_batches and shard.real else shard.real

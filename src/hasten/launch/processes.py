@@ -105,16 +105,16 @@ def _account(report: Connection) -> tuple[float, str]:
 def _wait(processes: list[Any]) -> list[int]:
     """Wait until all have ended well, or one has not; the ranks of those that have failed."""
     deadline = float("inf")
-    while running := [process for process in processes if process.exitcode is None]:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        multiprocessing.connection.wait(
-            [process.sentinel for process in running], None if left == float("inf") else left
-        )
-        if deadline == float("inf") and any(process.exitcode for process in processes):
+    while True:
+        # one look at all: a process may end between two
+        codes = [process.exitcode for process in processes]
+        if deadline == float("inf") and any(codes):
             deadline = time.monotonic() + SETTLE
-    return [rank for rank, process in enumerate(processes) if process.exitcode]
+        left = deadline - time.monotonic()
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        if not running or left <= 0:
+            return [rank for rank, code in enumerate(codes) if code]
+        multiprocessing.connection.wait(running, None if left == float("inf") else left)
 
 
 def _stop(processes: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -91,13 +92,9 @@ class Worker:
         if not self.running:
             return
         try:
-            if POSIX:
-                self.process.send_signal(signum)
-            else:
-                import signal
-
-                breaks = signum == signal.SIGINT
-                self.process.send_signal(signal.CTRL_BREAK_EVENT if breaks else signum)  # type: ignore[attr-defined,unused-ignore]
+            if not POSIX and signum == signal.SIGINT:  # a process group of Windows can only be sent this one
+                signum = signal.CTRL_BREAK_EVENT  # type: ignore[attr-defined,unused-ignore]
+            self.process.send_signal(signum)
         except OSError:
             pass  # gone, though not noticed yet
 
@@ -150,12 +147,9 @@ class Worker:
         self.process.wait()
         moment = time.monotonic()
         # Its children, if it left any, go with it: nothing of a job outlives the job. At once, while the number is ours.
-        self.lingers = signal_group(self.process.pid, _TERM)
+        self.lingers = signal_group(self.process.pid, signal.SIGTERM)
         self.ended_at = moment
         ended.put(self)
-
-
-_TERM = 15
 
 
 def _read(source: int) -> bytes:

@@ -67,9 +67,7 @@ class Plans(list[Plan]):
         return "\n\n".join(map(str, self)) or "nothing has been prepared yet"
 
 
-def prepare(
-    model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: bool
-) -> tuple[torch.nn.Module, list[str]]:
+def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: bool) -> tuple[torch.nn.Module, list[str]]:
     """Prepare a model: transforms on the plain module, then its device, then the engine, then what must see the whole.
 
     Returns the prepared model and the names of the steps that were taken.

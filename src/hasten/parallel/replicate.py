@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,7 +57,10 @@ class Replicate:
         index = self.world.device.index
         if not self.world.row.is_cpu and index is not None:
             arguments |= {"device_ids": [index], "output_device": index}
-        wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
+        with warnings.catch_warnings():
+            # Its replacement is not the same yet: forward_sync_buffers=False still changes the buffers once, when the model is wrapped.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
         if self.handler is not None:
             register_comm_hook(self.handler, wrapped)
         return wrapped
@@ -71,10 +75,20 @@ class Replicate:
 
     @contextmanager
     def sync_next_backward(self, model: Any) -> Iterator[None]:
-        """Exchange gradients in the next backward pass although the forward passes ran under `no_sync`."""
+        """Exchange gradients in the next backward pass although the forward passes ran under `no_sync`.
+
+        Raises:
+            ValueError: DDP was told to look at the forward pass for parameters that are not used.
+        """
         if not isinstance(model, DistributedDataParallel):
             yield
             return
+        for setting in ("find_unused_parameters", "static_graph"):
+            if getattr(model, setting):
+                raise ValueError(
+                    f"trigger_sync_in_backward does not work with {setting}=True: DDP must see the forward pass whose gradients "
+                    "it exchanges. Run the last forward pass outside of `no_sync` instead, or switch the setting off."
+                )
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         # The reducer learns in the forward pass which gradients to expect; these forwards told it to expect none.
@@ -156,4 +170,6 @@ def register_comm_hook(settings: DistributedDataParallelSettings, model: Distrib
         raise ValueError(
             f"comm_state_option={settings.comm_state_option} is for power_sgd; {hook_type} takes no options."
         )
-    model.register_comm_hook(state, wrappers[wrapper_type](hooks[hook_type]))
+    hook = wrappers[wrapper_type](hooks[hook_type])
+    # Nameless, since torch refuses hooks in bf16 by their name where there is no NCCL; gloo sums bf16 as well.
+    model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -64,19 +64,7 @@ class AutocastForward:
         """Replace `forward` on the instance; the original is kept as `_original_forward`."""
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
-        device_type, dtype, handler = self.device_type, self.dtype, self.handler
-        is_method = getattr(original, "__self__", None) is model
-        function: Callable[..., Any] = original.__func__ if is_method else original  # type: ignore[attr-defined]
-
-        @functools.wraps(function)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with autocast_context(device_type, dtype, handler):
-                outputs = function(*args, **kwargs)
-            return convert_to_fp32(outputs)
-
-        wrapped = _Unpicklable(forward)
-        # A method takes the instance that it is looked up on, so that a copy of the model runs its own weights.
-        model.forward = MethodType(wrapped, model) if is_method else wrapped
+        model.forward = _Forward(original, self.device_type, self.dtype, self.handler)
         return model
 
     def undo(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -84,18 +72,21 @@ class AutocastForward:
         return restore_forward(model)
 
 
-class _Unpicklable:
-    """A function that explains itself when pickled; signature and name are the wrapped function's."""
+class _Forward:
+    """A `forward` under autocast. Signature and name are the original's; a copy of the model gets one that runs its own weights."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
+    def __init__(self, original: Callable[..., Any], *settings: Any) -> None:
+        functools.update_wrapper(self, original)
+        self._original = original
+        self._settings = settings
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        with autocast_context(*self._settings):
+            outputs = self._original(*args, **kwargs)
+        return convert_to_fp32(outputs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self._original, memo), *self._settings)
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,20 @@ class LossScaling:
             self._stepped.clear()
             self.scaler.update()
 
+    @staticmethod
+    def owners(optimizers: Sequence[Any], parameters: Iterable[torch.Tensor]) -> Sequence[Any]:
+        """The prepared optimizers that update some of `parameters`, or all if none of them does.
+
+        Another optimizer may be in the middle of its own window: its gradients must stay scaled.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        found = [
+            optimizer
+            for optimizer in optimizers
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        return found or optimizers
+
     def unscale(self, optimizers: Iterable[Any]) -> None:
         """Divide the gradients of some prepared optimizers by the scale, at most once per step."""
         if not self.scaler.is_enabled():
@@ -56,10 +70,14 @@ class LossScaling:
             # The user's own optimizer may wrap another one too; the scaler steps the outer one, so it must unscale that one.
             while hasattr(type(optimizer), "step_was_skipped"):
                 optimizer = optimizer.optimizer
-            if not self._is_unscaled(optimizer):
+            if _has_gradients(optimizer) and not self._is_unscaled(optimizer):
                 self.scaler.unscale_(optimizer)
 
     def _is_unscaled(self, optimizer: Any) -> bool:
         from hasten.world import torch_private
 
         return torch_private.is_unscaled(self.scaler, optimizer)
+
+
+def _has_gradients(optimizer: Any) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

@@ -137,12 +137,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             result = self.scaler.step(self.optimizer)
         finally:
             watch.remove()
-        self._skipped = not ran
+        self._skipped = not ran or self._skipped_inside(self.scaler)
         if self._update_scale is None:
             self.scaler.update()
         else:
             self._update_scale(self)
         return result
+
+    def _skipped_inside(self, scaler: torch.amp.GradScaler) -> bool:
+        # A fused optimizer is always called, and leaves its parameters alone where gradients are infinite.
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False) or not scaler.is_enabled():
+            return False
+        from hasten.world import torch_private
+
+        return torch_private.found_infinite(scaler, self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
         # Hooks, and whatever else an optimizer has of its own.

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hasten.weights.memory import bytes_of
+
 BLOCK = 16 << 20  # bytes under one checksum: several threads can share the work, and damage is located
 _SMALL = 1 << 16  # below this, collecting the bytes costs less than a call of the operating system for each piece
 
@@ -95,7 +97,7 @@ class Stream:
         """Append the values of a contiguous CPU tensor. It is kept until they are checksummed, and must not change until then."""
         if tensor.numel() == 0:
             return
-        view = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+        view = memoryview(bytes_of(tensor))
         if len(view) < _SMALL:
             self.write(view)
         else:

@@ -14,34 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from hasten.weights.dtypes import CODES
 from hasten.weights.stream import Stream, Workers, Written, checksum_file
-
-# What safetensors calls torch's types; the newest ones are not in every torch.
-_DTYPES: dict[torch.dtype, str] = {
-    getattr(torch, name): code
-    for name, code in {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-    }.items()
-    if hasattr(torch, name)
-}
 
 
 class FolderWriter:
@@ -142,7 +116,7 @@ def _safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str,
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, order
@@ -152,7 +126,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"safetensors files hold tensors only, but {name!r} is a {type(tensor).__name__}.")
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in CODES:
             kind = "on the meta device, without values" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             raise TypeError(
                 f"safetensors files can not hold {name!r}: it is {kind}. Convert it, or use `safe_serialization=False`."

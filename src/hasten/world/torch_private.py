@@ -57,7 +57,7 @@ def groups_of_a_mesh(timeout: timedelta | None) -> Iterator[None]:
     def make(ranks: Sequence[int], **options: Any) -> Any:
         return new_group(ranks, **{**options, "timeout": timeout})
 
-    device_mesh.new_group = make
+    device_mesh.new_group = make  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -84,6 +84,12 @@ def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     from torch.amp.grad_scaler import OptState
 
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
+
+
+def found_infinite(scaler: Any, optimizer: Any) -> bool:
+    """Whether a gradient scaler has met infinite gradients of an optimizer since its last update; waits for the device."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(value.item()) for value in found.values())
 
 
 class LoaderOverIndices(DataLoader[Any]):
