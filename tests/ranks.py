@@ -36,7 +36,7 @@ START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS: fo
 KEPT = 4  # idle ranks
 START_LIMIT = 120.0  # seconds until a rank must be ready; they include importing torch
 TEAR_DOWN_LIMIT = 20.0
-GRACE = 1.0  # seconds that the others have once a rank has failed: their own errors are worth seeing
+GRACE = 3.0  # seconds that the others have once a rank has failed: their own errors are worth seeing
 ANSWER_LIMIT = 2.0  # seconds in which a stuck rank must say where it is
 SHOWN = 4000  # characters of each output in an error
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hasten.builder import choose_project, open_session, refuse_unbuilt
+from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.dataloading import DataLoaderConfiguration
 from hasten.settings.enums import DistributedType, FP8BackendType
 from hasten.state.partial import ProcessView
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections import OrderedDict
     from pathlib import Path
 
-    from hasten.settings.accumulation import GradientAccumulationPlugin
     from hasten.settings.handlers import AutocastKwargs
     from hasten.settings.project import ProjectConfiguration
     from hasten.state.accelerator import AcceleratorState
@@ -388,7 +388,7 @@ class Accelerator(ProcessView):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = value
+        self.gradient_state.plugin_kwargs["num_steps"] = GradientAccumulationPlugin(num_steps=value).num_steps
 
     @property
     def step(self) -> int:

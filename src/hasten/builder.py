@@ -129,6 +129,20 @@ def choose_project(directory: Any, config: ProjectConfiguration | None) -> Proje
     return config
 
 
+def choose_rng_types(rng_types: Sequence[Any] | None) -> list[Any]:
+    """The generators that loaders synchronise: their own by default.
+
+    Raises:
+        ValueError: an unknown generator.
+    """
+    if rng_types is None:
+        return [RNGType.GENERATOR.value]
+    for kind in rng_types:
+        if kind not in RNGType:
+            raise ValueError(f"rng_types={rng_types!r}: {kind!r} is unknown; choose from {RNGType.list()}.")
+    return list(rng_types)
+
+
 def choose_world(world: World | None, ranks: Sequence[int] | None, cpu: bool, group: dict[str, Any]) -> World | None:
     """The world of its own that an Accelerator asks for, or None for the default world.
 
@@ -209,6 +223,6 @@ def open_session(
         handlers,
         device_placement,
         dataloader_config,
-        [RNGType.GENERATOR.value] if rng_types is None else list(rng_types),
+        choose_rng_types(rng_types),
         step_scheduler_with_optimizer,
     )

@@ -83,6 +83,13 @@ class Session:
 
             self.scaling = LossScaling(self.world.device.type, self.handlers["scaler_handler"])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for optimizer in self.optimizers:
+            self._lead(optimizer)
+        for scheduler in self.schedulers:
+            scheduler.gradient_state = self.gradients
+
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
@@ -101,8 +108,9 @@ class Session:
 
     def prepare_model(self, model: torch.nn.Module, placement: bool | None = None, evaluation: bool = False) -> Any:
         """Prepare one model; see `Accelerator.prepare_model`."""
-        if _adopt(model, self.models):
-            return model
+        known = _find(model, self.models, self.engine.unwrap)
+        if known is not None:
+            return known
         self._check_device_map(model)
         from hasten.parallel import plan
 
@@ -145,31 +153,30 @@ class Session:
         self, optimizer: torch.optim.Optimizer, placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer; see `Accelerator.prepare_optimizer`."""
-        if _adopt(optimizer, self.optimizers):
-            # An optimizer obeys the Accelerator that prepared it last.
-            optimizer.gradient_state = self.gradients  # type: ignore[attr-defined]
-            return optimizer  # type: ignore[return-value]
-        from hasten.training.optimizer import AcceleratedOptimizer
+        prepared = _find(optimizer, self.optimizers, lambda held: held.optimizer)
+        if prepared is None:
+            from hasten.training.optimizer import AcceleratedOptimizer
 
-        scaling = self.scaling
-        prepared = AcceleratedOptimizer(
-            optimizer,
-            device_placement=self.device_placement if placement is None else placement,
-            scaler=None if scaling is None else scaling.scaler,
-            gradient_state=self.gradients,
-            update_scale=None if scaling is None else scaling.stepped,
-        )
-        if scaling is not None:
-            scaling.join(prepared)
-        setattr(prepared, _PREPARED, True)
-        self.optimizers.append(prepared)
+            prepared = AcceleratedOptimizer(optimizer, self.device_placement if placement is None else placement)
+            setattr(prepared, _PREPARED, True)
+            self.optimizers.append(prepared)
+        self._lead(prepared)
         return prepared
+
+    def _lead(self, optimizer: AcceleratedOptimizer) -> None:
+        # An optimizer obeys the Accelerator that prepared it last.
+        optimizer.gradient_state = self.gradients
+        optimizer.scaler = optimizer.update_scale = None
+        if self.scaling is not None:
+            optimizer.scaler, optimizer.update_scale = self.scaling.scaler, self.scaling.stepped
+            self.scaling.join(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare one scheduler; see `Accelerator.prepare_scheduler`."""
-        if _adopt(scheduler, self.schedulers):
-            scheduler.gradient_state = self.gradients
-            return scheduler
+        known = _find(scheduler, self.schedulers, lambda held: held.scheduler)
+        if known is not None:
+            known.gradient_state = self.gradients
+            return known
         from hasten.training.scheduler import AcceleratedScheduler
 
         own = getattr(scheduler, "optimizer", None)
@@ -190,7 +197,7 @@ class Session:
         self, loader: Any, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
     ) -> Any:
         """Prepare one loader; see `Accelerator.prepare_data_loader`."""
-        if _adopt(loader, self.dataloaders):
+        if _find(loader, self.dataloaders, lambda held: held) is not None:
             return loader
         from hasten.data import loader as loader_module
 
@@ -376,14 +383,15 @@ class Session:
         self.world.row.empty_cache()
 
 
-def _adopt(item: Any, held: list[Any]) -> bool:
-    """Whether `item` is prepared already; one that another Accelerator prepared is held from now on too."""
-    if any(item is other for other in held):
-        return True
+def _find(item: Any, held: list[Any], unwrap: Callable[[Any], Any]) -> Any:
+    """What `item` was prepared as, or None; one that another Accelerator prepared is held from now on too."""
+    for prepared in held:
+        if item is prepared or item is unwrap(prepared):
+            return prepared
     if not getattr(item, _PREPARED, False):
-        return False
+        return None
     held.append(item)
-    return True
+    return item
 
 
 def _is_scheduler(item: Any) -> bool:

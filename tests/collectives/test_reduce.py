@@ -44,7 +44,7 @@ def reduce_everything(size: int) -> None:
     world = start()
     floating = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64]
     whole = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
-    for shape in [(), (0, 2), (3, 2), (2500, 2), (1100, 1000)]:
+    for shape in [(), (0, 2), (3, 2), (9000, 2), (1100, 1000)]:
         for dtype in [*floating, *whole, torch.uint64]:
             wide = torch.complex128 if dtype.is_complex else torch.float64
             stacked = torch.stack([own(rank, shape, dtype).to(wide) for rank in range(size)])
@@ -101,6 +101,19 @@ def test_scale_multiplies_and_dtypes_are_kept():
         assert (wrapped.dtype, wrapped.tolist()) == (torch.uint8, [145])
         assert (flags.dtype, flags.tolist()) == (torch.bool, [True, False])
         assert empty == []
+
+
+def halves() -> list[Any]:
+    start()
+    found = []
+    for length in (2, 20_000):
+        large = torch.full((length,), 60_000.0, dtype=torch.float16)
+        found.append((reduce(large, "mean")[0].item(), reduce(large, "sum")[0].item()))
+    return found
+
+
+def test_the_mean_of_halves_does_not_overflow():
+    assert run_ranks(halves, 2) == [[(60_000, float("inf"))] * 2] * 2
 
 
 def results_are_apart() -> list[Any]:

@@ -174,3 +174,14 @@ def test_dtensors_are_refused_with_the_fix():
     first, second = run_ranks(refuse_dtensors, 2)
     assert first == second
     assert first[0].startswith("`gather` got a DTensor, which is spread over the processes already.")
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_copies_take_any_strides_and_leave_gradients_alone(away: bool):
+    """Also the contract of `torch._foreach_copy_`, which is private."""
+    targets = [torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(0), torch.zeros(2, dtype=torch.complex64)]
+    given = [torch.ones(2, 3, requires_grad=True), torch.tensor(2.0), torch.zeros(0), torch.tensor([1j, 2]).conj()]
+    wires.copy_all(targets, given, away)
+    assert [target.tolist() for target in targets] == [[[1.0] * 3] * 2, 2.0, [], [-1j, 2]]
+    assert not targets[0].requires_grad
+    wires.copy_all([], [], away)

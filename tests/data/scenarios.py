@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 SIZE = 11
+FORK = "fork" if "fork" in torch.multiprocessing.get_all_start_methods() else None
 
 
 class Numbers(Dataset[int]):
@@ -105,7 +106,7 @@ SCENARIOS: dict[str, tuple[Build, dict[str, Any]]] = {
     "shuffle, generator": (lambda rank: _loader(shuffle=True, generator=generator(3 + rank)), {}),
     "shuffle, no synchronization": (lambda rank: _loader(shuffle=True), {"rng_types": None}),
     "shuffle, torch too": (lambda rank: _loader(shuffle=True), {"rng_types": ["torch", "generator"]}),
-    "shuffle, workers": (lambda rank: _loader(shuffle=True, num_workers=1), {}),
+    "shuffle, workers": (lambda rank: _loader(shuffle=True, num_workers=1, multiprocessing_context=FORK), {}),
     "sampler's generator": (lambda rank: _sampled(RandomSampler(Numbers(), generator=generator(3 + rank))), {}),
     "both generators": (
         lambda rank: _sampled(RandomSampler(Numbers(), generator=generator(3 + rank)), generator=generator(7 + rank)),
@@ -120,7 +121,10 @@ SCENARIOS: dict[str, tuple[Build, dict[str, Any]]] = {
         lambda rank: DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 2, False)),
         {},
     ),
-    "uneven batches": (lambda rank: DataLoader(Numbers(), batch_sampler=Batches([[0, 1], [2], [3, 4, 5], [6], [7]])), {}),
+    "uneven batches": (
+        lambda rank: DataLoader(Numbers(), batch_sampler=Batches([[0, 1], [2], [3, 4, 5], [6], [7]])),
+        {},
+    ),
     "seedable": (lambda rank: _loader(shuffle=True), {"use_seedable_sampler": True, "data_seed": 7}),
     "seedable, generator": (
         lambda rank: _loader(shuffle=True, generator=generator(9)),

@@ -123,3 +123,13 @@ def test_threads_of_one_core_are_one_core(monkeypatch):
 def test_without_affinity_all_processors_count(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert core_count() == os.cpu_count()
+
+
+def test_the_variables_are_those_of_the_device_table():
+    from hasten.world.devices import DEVICES
+
+    ours = {
+        kind.type: kind.visible for kind in machine._KINDS if kind.type != "rocm"
+    }  # there, torch's device is "cuda"
+    assert ours == {name: DEVICES[name].visible for name in ours}
+    assert Machine().visible == DEVICES["cuda"].visible

@@ -255,6 +255,27 @@ def test_an_accelerator_that_exists_is_refused():
         notebook_launcher(print, num_processes=2)
 
 
+def test_debug_launcher_forgets_what_the_parent_was(tmp_path):
+    from hasten.world.context import CONTEXT
+
+    CONTEXT.partial_state["device"] = "cpu"
+
+    def function():
+        (tmp_path / os.environ["RANK"]).write_text(repr(CONTEXT.partial_state))
+
+    debug_launcher(function)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["{}", "{}"]
+    assert CONTEXT.partial_state == {"device": "cpu"}
+
+
+def test_debug_launcher_refuses_to_share_a_process_group(monkeypatch):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="has a process group already"):
+        debug_launcher(print)
+
+
 def test_accelerators_are_counted_and_must_be_fresh(monkeypatch):
     import torch
 

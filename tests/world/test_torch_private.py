@@ -173,6 +173,20 @@ def test_found_infinite():
         optimizer.zero_grad()
 
 
+def learn_graph() -> list[bool]:
+    found = []
+    for static in (True, False):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=static)
+        found.append(torch_private.must_learn_graph(model))
+        model(torch.ones(1, 2)).sum().backward()
+        found.append(torch_private.must_learn_graph(model))
+    return found
+
+
+def test_must_learn_graph():
+    assert run_ranks(learn_graph, 2) == [[True, False, False, False]] * 2
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_takes_the_indices_that_it_is_given(workers: int):
     loader = torch_private.LoaderOverIndices(

@@ -16,7 +16,8 @@ import torch
 
 from hasten.weights.torch_file import read_torch
 from hasten.weights.write import FolderWriter
-from hasten.world.devices import Device
+from hasten.world import rng
+from hasten.world.process import World
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ def file_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def write(writer: FolderWriter, rank: int, step: int, device: Device) -> None:
+def write(writer: FolderWriter, rank: int, step: int, world: World) -> None:
     """Write this process's random states."""
-    writer.save_torch(file_name(rank), {"step": step, **_capture(device)})
+    writer.save_torch(file_name(rank), {"step": step, **_to_file(rng.snapshot(world=world), world)})
 
 
-def read(folder: Path, device: Device, rank: int) -> int | None:
+def read(folder: Path, rank: int, world: World) -> int | None:
     """Restore this process's random states and return the number of micro-batches, None if the checkpoint does not know it.
 
     A rank that the checkpoint has no states of (it was saved by fewer ranks) takes over what was equal on the saved ranks,
@@ -45,47 +46,41 @@ def read(folder: Path, device: Device, rank: int) -> int | None:
     """
     own = _load(folder, rank)
     if own is None:
-        return _improvise(folder, device, rank)
-    step = own.pop("step", None)
-    for kind, value in own.items():
-        try:
-            _restore(kind, value, device)
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise RuntimeError(
-                f"Rank {rank}: the random state {kind!r} in {folder / file_name(rank)} can not be restored: {error}. Without it "
-                "the run would go on with other random numbers; delete the file if you accept that."
-            ) from error
-    return step
+        return _improvise(folder, rank, world)
+    try:
+        rng.restore(_from_file(own, world), world=world)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise RuntimeError(
+            f"Rank {rank}: the random states in {folder / file_name(rank)} can not be restored: {error!r}. Without them the run "
+            "would go on with other random numbers; delete the file if you accept that."
+        ) from error
+    return own.get("step")
 
 
-def _improvise(folder: Path, device: Device, rank: int) -> int | None:
+def _improvise(folder: Path, rank: int, world: World) -> int | None:
     first, second = _load(folder, 0), _load(folder, 1)
-    if first is None:
-        logger.warning("Rank %d: %s holds no random states, so random numbers go on as they are.", rank, folder)
-        return None
-    step = first.pop("step", None)
-    if second is None:
+    if first is None or second is None:
         logger.warning(
-            "Rank %d: %s holds random states of the main process only, so random numbers go on as they are on this rank.",
+            "Rank %d: %s holds no random states of this rank, and not those of two others to derive them from: random numbers "
+            "go on as they are.",
             rank,
             folder,
         )
-        return step
-    shared = [kind for kind in first if kind in second and _same(first[kind], second[kind])]
-    for kind, value in first.items():
-        if kind in shared:
-            _restore(kind, value, device)
-        else:
-            _seed(kind, _derive(value, rank), device)
+        return None if first is None else first.get("step")
+    one, other = _from_file(first, world), _from_file(second, world)
+    same = {kind: state for kind, state in one.items() if _plain(state) == _plain(other[kind])}
+    for kind in one.keys() - same.keys():
+        _seed(kind, _derive(one[kind], rank), world)
+    rng.restore({**rng.snapshot(world=world), **same}, world=world)
     logger.warning(
-        "Rank %d: %s was saved by fewer ranks and holds no random states of this one. It takes %s over, and has new seeds for %s, "
-        "the same ones in every run from this checkpoint.",
+        "Rank %d: %s was saved by fewer ranks and holds no random states of this one. It takes over those of %s, which were equal "
+        "on the saved ranks, and has new seeds for %s, the same ones in every run from this checkpoint.",
         rank,
         folder,
-        ", ".join(shared) or "nothing",
-        ", ".join(kind for kind in first if kind not in shared) or "nothing",
+        sorted(same) or "nothing",
+        sorted(one.keys() - same.keys()) or "nothing",
     )
-    return step
+    return first.get("step")
 
 
 def _load(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -96,83 +91,83 @@ def _load(folder: Path, rank: int) -> dict[str, Any] | None:
     return states
 
 
-# -- the generators ------------------------------------------------------------------------------------------------------
-
-
-def _capture(device: Device) -> dict[str, Any]:
-    import numpy as np
-
-    name, words, *rest = np.random.get_state(legacy=True)
+def _to_file(picture: dict[str, Any], world: World) -> dict[str, Any]:
+    python, numpy = picture["python"], picture["numpy"]
     states = {
-        _PYTHON: random.getstate(),
-        _NUMPY: (name, torch.tensor(np.asarray(words).tolist()), *rest),
-        _TORCH: torch.get_rng_state(),
+        _PYTHON: (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        _NUMPY: ("MT19937", numpy["words"], numpy["position"], numpy["has_gauss"], numpy["gauss"]),
+        _TORCH: picture["torch"],
     }
-    if not device.is_cpu:
-        states[_device_key(device)] = _of_all_devices(device)
+    kind = world.row.type
+    if kind in picture:
+        # The reference restores a list over all devices, so this process's state must be where its own device is.
+        devices = picture[kind]
+        states[_device_key(kind)] = devices * world.row.count if len(devices) == 1 else devices
     return states
 
 
-def _device_key(device: Device) -> str:
-    return f"torch_{device.type}_manual_seed"
+def _from_file(states: dict[str, Any], world: World) -> dict[str, Any]:
+    version, words, gauss = states[_PYTHON]
+    _, numpy_words, position, has_gauss, numpy_gauss = states[_NUMPY]
+    picture: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "numpy": {
+            "words": _integers(numpy_words),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(numpy_gauss),
+        },
+        "torch": states[_TORCH],
+    }
+    kind = world.row.type
+    if not world.row.is_cpu:
+        picture[kind] = _device_states(states.get(_device_key(kind)), world)
+    return picture
 
 
-def _of_all_devices(device: Device) -> list[torch.Tensor]:
-    module = device.module
-    if hasattr(module, "get_rng_state_all"):
-        return list(module.get_rng_state_all())
-    return [device.get_rng_state()]
+def _device_states(saved: Any, world: World) -> Any:
+    kind = world.row.type
+    if saved is None:
+        logger.warning(
+            "The checkpoint holds no random state of a %s device: its random numbers go on as they are.", kind
+        )
+        return rng.snapshot(world=world)[kind]
+    states = list(saved) if isinstance(saved, (list, tuple)) else [saved]
+    if world.size == 1 and len(states) == world.row.count:
+        return states
+    return [states[min(world.device.index or 0, len(states) - 1)]]
 
 
-def _restore(kind: str, value: Any, device: Device) -> None:
-    if kind == _PYTHON:
-        version, words, gauss = value
-        random.setstate((version, tuple(words), gauss))
-    elif kind == _NUMPY:
-        import numpy as np
-
-        name, words, *rest = value
-        np.random.set_state((name, np.asarray(words).astype("uint32"), *rest))
-    elif kind == _TORCH:
-        torch.set_rng_state(value)
-    elif kind == _device_key(device):
-        _restore_devices(value, device)
-    # The state of a device that this run does not use has nothing to be restored to.
+def _device_key(kind: str) -> str:
+    return f"torch_{kind}_manual_seed"
 
 
-def _restore_devices(value: Any, device: Device) -> None:
-    if isinstance(value, torch.Tensor):
-        device.set_rng_state(value)
-    elif hasattr(device.module, "set_rng_state_all"):
-        device.module.set_rng_state_all(value[: device.count])
-    else:
-        device.set_rng_state(value[0])
-
-
-def _seed(kind: str, seed: int, device: Device) -> None:
-    if kind == _PYTHON:
+def _seed(kind: str, seed: int, world: World) -> None:
+    if kind == "python":
         random.seed(seed)
-    elif kind == _NUMPY:
+    elif kind == "numpy":
         import numpy as np
 
         np.random.seed(seed % 2**32)
-    elif kind == _TORCH:
+    elif kind == "torch":
         torch.default_generator.manual_seed(seed)
-    elif kind == _device_key(device):
-        device.seed(seed)
+    else:
+        world.row.seed(seed)
 
 
-def _derive(value: Any, rank: int) -> int:
-    digest = hashlib.blake2b(repr(_plain(value)).encode() + rank.to_bytes(8, "little"), digest_size=8)
-    return int.from_bytes(digest.digest(), "little") % 2**63
+def _derive(state: Any, rank: int) -> int:
+    digest = hashlib.blake2b(f"{rank} {_plain(state)}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(_plain(one) == _plain(other))
+def _integers(words: Any) -> torch.Tensor:
+    return words if isinstance(words, torch.Tensor) else torch.tensor([int(word) for word in words])
 
 
 def _plain(value: Any) -> Any:
-    """Nested lists of numbers and text, comparable and printable in full."""
-    if hasattr(value, "tolist"):
+    """Nested lists and dictionaries of numbers and text, comparable and printable in full."""
+    if isinstance(value, torch.Tensor):
         return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -98,7 +98,7 @@ def save(
             _write_shared(writing.writer, weights, contents, safe_serialization)
             for index, item in enumerate(contents.custom):
                 writing.writer.save_torch(CUSTOM_NAME.format(index), item.state_dict())
-        random_states.write(writing.writer, world.rank, contents.step, world.row)
+        random_states.write(writing.writer, world.rank, contents.step, world)
         positions.write(writing.writer, contents.dataloaders, world.rank)
         writing.before_commit.append(positions.drop_repeated)
         writing.after_commit.append(after_commit)
@@ -146,7 +146,7 @@ def load(
     for index, item in enumerate(contents.custom):
         load_custom_state(item, os.fspath(path), index)
     # Last, since loading the others may draw random numbers.
-    step = random_states.read(path, world.row, world.rank)
+    step = random_states.read(path, world.rank, world)
     return {} if step is None else {"step": step}
 
 
@@ -173,7 +173,7 @@ def save_accelerator_state(
     with FolderWriter(folder) as writer:
         if process_index == 0 or (save_on_each_node and world.is_local_main):
             _write_shared(writer, model_states, contents, safe_serialization)
-        random_states.write(writer, process_index, step, world.row)
+        random_states.write(writer, process_index, step, world)
         positions.write(writer, dataloaders, process_index)
     return folder
 
@@ -196,7 +196,7 @@ def load_accelerator_state(
     contents = Contents((), optimizers, schedulers, dataloaders, (), scaler)
     _read_shared(folder, models, contents, _device(map_location, world), load_kwargs, load_model_func_kwargs)
     positions.read(folder, dataloaders, process_index)
-    step = random_states.read(folder, world.row, process_index)
+    step = random_states.read(folder, process_index, world)
     return {} if step is None else {"step": step}
 
 

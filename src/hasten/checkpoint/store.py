@@ -74,7 +74,7 @@ def transaction(
         folder: what to write; it is made, with the folders above it.
         world: the processes.
         label: by what the processes recognise that they write the same thing; by default the folder's name as it is given.
-        is_stale: of a folder that has no manifest, which files the new content replaces even if it has none of their names.
+        is_stale: of the files in `folder` that no manifest lists, which ones the new content replaces even if it has no such name.
         check: called with the folder by the main process first; what it raises ends the save on all processes.
 
     Raises:
@@ -109,7 +109,7 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     except RuntimeError:
         return False
     if manifest is None:
-        return any(entry.is_file() and not entry.name.startswith(".") for entry in os.scandir(folder))
+        return any(path.is_file() and not path.name.startswith(".") for path in folder.iterdir())
     return not manifest.problems(_places(folder))
 
 
@@ -205,7 +205,7 @@ class _Main:
             self.meeting.close(_told(0, error))
             raise
         self.transaction = Transaction(target, temporary, leads=True, is_main=True)
-        self.meeting.open({"label": label, "name": target.name, "temporary": str(temporary)})
+        self.meeting.open({"label": label, "target": str(target), "temporary": str(temporary)})
 
     def end(self, error: BaseException | None) -> None:
         problem = None if error is None else _told(0, error)
@@ -253,21 +253,24 @@ class _Member:
             raise RuntimeError(_given_up(target, record["error"]))
         self.disk = 0  # the rank that puts the folder in place in which this process writes
         try:
-            self.transaction = self._begin(target.parent / record["name"], Path(record["temporary"]))
+            # Where folders are numbered, the number of the main process counts.
+            main = Path(record["target"])
+            self.transaction = self._begin(target.with_name(main.name), main, Path(record["temporary"]))
         except BaseException as error:
             if self.in_time:
                 self._report(error)
             raise
 
-    def _begin(self, target: Path, temporary: Path) -> Transaction:
+    def _begin(self, target: Path, main: Path, temporary: Path) -> Transaction:
         if not self.in_time:
             error = self.meeting.result()
             if error is not None:
                 raise RuntimeError(_given_up(target, error))
             logger.info("Rank %d: the main process has saved %s alone; adding to it.", self.world.rank, target)
             commit.make_folder(target)
-            return Transaction(target, open_temporary(target), leads=self.world.is_local_main, is_main=False)
-        if temporary.is_dir():
+            leads = self.world.is_local_main and not _sees(main)
+            return Transaction(target, open_temporary(target), leads=leads, is_main=False)
+        if _sees(temporary):
             return Transaction(target, temporary, leads=False, is_main=False)
         self.disk = self.world.rank - self.world.local_rank
         if self.disk != self.world.rank:
@@ -326,6 +329,11 @@ class _Member:
 # -- folders -------------------------------------------------------------------------------------------------------------
 
 
+def _sees(folder: Path) -> bool:
+    """Whether this process is on the disk of the process that made the folder."""
+    return folder.is_dir()
+
+
 def open_temporary(target: Path) -> Path:
     """Make the folder for what is to become `target`: inside it if it exists, else beside it."""
     commit.make_folder(target.parent)
@@ -379,16 +387,15 @@ def _names(folder: Path) -> list[str]:
 
 
 def _replaced(target: Path, is_stale: Callable[[str], bool]) -> list[str]:
-    """Names of the earlier checkpoint in a folder."""
+    """Names of the earlier checkpoint in a folder: those in its manifest, and those that only a checkpoint has."""
     if not target.is_dir():
         return []
     try:
         manifest = Manifest.read(target)
     except RuntimeError:
         manifest = None
-    if manifest is not None:
-        return list(manifest.files)
-    return [entry.name for entry in os.scandir(target) if entry.is_file() and is_stale(entry.name)]
+    names = [] if manifest is None else list(manifest.files)
+    return names + [entry.name for entry in os.scandir(target) if entry.is_file() and is_stale(entry.name)]
 
 
 @contextmanager

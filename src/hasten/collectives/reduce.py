@@ -17,8 +17,10 @@ from hasten.world.process import World
 _WANTS_GRADIENT = attrgetter("requires_grad")
 REDUCTIONS = ("mean", "sum", "max", "min", "none")
 
-# Backends (and some of torch's own sums) do not know these types: they are added up in another one and converted back.
+_HALVES = (torch.float16, torch.bfloat16)
+# Backends (and some of torch's own sums) do not know these types: they are combined in another one and converted back.
 _WIDER = {
+    torch.bool: torch.uint8,
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -120,17 +122,17 @@ class _InFrame:
 
     def _combine(self, rows: torch.Tensor, total: torch.Tensor) -> None:
         reduction, dtype = self.reduction, total.dtype
-        wide = _wider(dtype)
-        if wide is not dtype:
-            rows = rows.to(wide)
-        if reduction in ("max", "min") or dtype is torch.bool:
-            total.copy_(rows.amin(0) if reduction == "min" else rows.amax(0))
+        wide = torch.float32 if dtype in _HALVES else _wider(dtype)
+        if reduction == "min":
+            total.copy_(rows.to(wide).amin(0))
+        elif _takes_largest(reduction, dtype):
+            total.copy_(rows.to(wide).amax(0))
         elif wide is dtype:
             torch.sum(rows, 0, dtype=dtype, out=total)
             if reduction == "mean":
                 total.div_(self.wire.size)
         else:
-            combined = rows.sum(0)
+            combined = rows.to(wide).sum(0)
             total.copy_(combined / self.wire.size if reduction == "mean" else combined)
 
 
@@ -164,23 +166,29 @@ class _Beside:
     def _exchange(self, tensor: torch.Tensor) -> None:
         wide = _wider(tensor.dtype)
         total = tensor if wide is tensor.dtype else tensor.to(wide)
+        # The sum of halves may overflow where their mean does not.
+        early = self.reduction == "mean" and tensor.dtype in _HALVES
+        if early:
+            total.div_(self.wire.size)
         self.wire.all_reduce(total, _operation(self.reduction, tensor.dtype))
-        if self.reduction == "mean":
+        if self.reduction == "mean" and not early:
             total.div_(self.wire.size)
         if total is not tensor:
             tensor.copy_(total)
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:
-    if dtype is torch.bool:
-        return torch.uint8
     if dtype.is_floating_point and dtype.itemsize == 1:
         return torch.float32
     return _WIDER.get(dtype, dtype)
 
 
+def _takes_largest(reduction: str, dtype: torch.dtype) -> bool:
+    # The sum of booleans is a boolean: whether any of them is true.
+    return reduction == "max" or dtype is torch.bool
+
+
 def _operation(reduction: str, dtype: torch.dtype) -> Any:
     if reduction == "min":
         return dist.ReduceOp.MIN
-    # The sum of booleans is a boolean: whether any of them is true.
-    return dist.ReduceOp.MAX if reduction == "max" or dtype is torch.bool else dist.ReduceOp.SUM
+    return dist.ReduceOp.MAX if _takes_largest(reduction, dtype) else dist.ReduceOp.SUM

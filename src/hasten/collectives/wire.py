@@ -137,8 +137,6 @@ class Wire:
 
     def pack(self, operation: str, into: list[torch.Tensor], leaves: list[torch.Tensor], away: bool) -> None:
         """Copy tensors, some of which may be `away` on another device, into views of what will be sent."""
-        if self.staged:
-            self._settle()
         try:
             copy_all(into, leaves, away)
         except Exception as error:
@@ -162,6 +160,7 @@ class Wire:
         digest = statement.digest
         self._bytes[:HEADER_BYTES] = digest + _LENGTHS.pack(length, len(statement.text))
         if self.staged:
+            self._settle()
             self.frame[:HEADER_BYTES].copy_(self._out[:HEADER_BYTES])
         self.gather_into(self.frames.view(-1), self.frame)
         found = self.frames[:, :DIGEST_BYTES].cpu().numpy() if self._digests is None else self._digests
@@ -174,11 +173,9 @@ class Wire:
         Returns:
             The body of each process; valid until the next exchange.
         """
-        fits = len(body) <= self.capacity
-        if fits:
+        if len(body) <= self.capacity:
             self._bytes[HEADER_BYTES : HEADER_BYTES + len(body)] = body
             if self.staged:
-                self._settle()
                 self.body.copy_(self._out[HEADER_BYTES:])
         self.meet(statement, len(body))
         rows = self._rows or _rows(self.frames)
@@ -252,7 +249,7 @@ class Wire:
         return padded.to(self.device)
 
     def _settle(self) -> None:
-        """Let work that another stream still does with the buffers end before they are written again."""
+        """Let what another stream still reads from the frames be read before they are overwritten."""
         if self.device.type == "cpu":
             return
         stream = torch.accelerator.current_stream()

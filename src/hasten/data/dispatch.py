@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_convert
 
 from hasten.data.delivery import Delivery, Package
+from hasten.data.order import Order
 from hasten.data.prepared import PreparedLoader
 from hasten.data.randomness import ALL, capture, rewound
 from hasten.data.rows import NotRowsError, count_rows, cut, join
@@ -79,6 +80,13 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _fetches_here(self) -> bool:
         return self.num_workers == 0 and self._world.is_main
+
+    def _kinds(self, order: Order) -> tuple[str, ...]:
+        return ALL if self._fetches_here() else order.kinds()
+
+    def _after_order(self) -> None:
+        if self.indices.first is not None:
+            self._first_batch()  # an uninterrupted run loaded it first, with what it draws
 
     # -- reading and sending -----------------------------------------------------------------------------------------
 

@@ -133,31 +133,33 @@ class PreparedLoader(SkippableLoader):
 
     def _begin(self, order: Order, position: Position, resumed: State | None) -> tuple[Iterator[Any], Any]:
         """Draw the order of the pass, or draw that of an interrupted pass again; returns the batches and the first of them."""
-        generators, kinds = order.generators(), order.kinds()
+        generators, kinds = order.generators(), self._kinds(order)
         if resumed is None:
             self._synchronize(order)
             position.order = capture(kinds, generators)
-            batches = self._open(position.batches)
+            position.draws_seed = not (self.progress.keeps_workers or torch_private.keeps_workers(self))
+            batches = self._open(position)
             return batches, next(batches, END)
         ahead = resumed["ahead"] if position.batches == resumed["batches"] else None
         # What the checkpoint restored stays as it is: an uninterrupted run would not draw the order now.
         with rewound(resumed["order"], generators):
             self._synchronize(order)
-            position.order = capture(kinds, generators)
+            position.order, position.draws_seed = capture(kinds, generators), resumed["draws_seed"]
             self.indices.holds = True
-            batches = self._open(position.batches)
+            batches = self._open(position)
             if self.is_iterable or not self.indices.draw(self._batches_per_step()):
                 return batches, _fetch_again(batches, ahead)
+            self._after_order()
         return batches, _fetch_again(batches, ahead)
 
-    def _open(self, skip: int) -> Iterator[Any]:
-        """This rank's batches, from a reader whose workers draw a seed only if an uninterrupted run would."""
-        if not self.progress.keeps_workers or torch_private.keeps_workers(self):
-            return self._deliveries(skip)
+    def _open(self, position: Position) -> Iterator[Any]:
+        """This rank's batches; the workers that are started for them draw a seed only if an uninterrupted run does."""
+        if position.draws_seed or torch_private.keeps_workers(self):
+            return self._deliveries(position.batches)
         own, self.generator = self.generator, torch.Generator()
         self.generator.set_state(torch.get_rng_state())
         try:
-            return self._deliveries(skip)
+            return self._deliveries(position.batches)
         finally:
             self.generator = own
 
@@ -167,6 +169,13 @@ class PreparedLoader(SkippableLoader):
     def _batches_per_step(self) -> int:
         """Batches that are read for one step of the loop."""
         return 1
+
+    def _kinds(self, order: Order) -> tuple[str, ...]:
+        """Which of the process's generators must be put back to begin the pass again."""
+        return order.kinds()
+
+    def _after_order(self) -> None:
+        """Do what must be done again right after the order has been drawn again."""
 
     def _fetches_here(self) -> bool:
         """Whether this process itself loads the samples."""
@@ -237,7 +246,8 @@ class PreparedLoader(SkippableLoader):
             raise ValueError(
                 f"This is not the state of a loader like this one: it has {sorted(state_dict)} with "
                 f"{len(state_dict.get('generators', ()))} generators, the loader has {len(generators)}. Build the loader with "
-                "the same sampler and `generator` as when the state was saved, and prepare it in the same order."
+                "the same sampler and `generator` as when the state was saved, prepare it in the same place, and do not change "
+                "between one process and several (a sampler without a generator draws otherwise there)."
             )
         self.progress.load(state_dict)
         self.progress.keeps_workers = state_dict["keeps_workers"]

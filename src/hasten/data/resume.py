@@ -23,6 +23,7 @@ class Position:
 
     Args:
         batches: batches handed to the loop, the skipped ones included.
+        draws_seed: whether a seed for workers was drawn before the order; workers that are kept have theirs.
         order: the generators' states before the order was drawn.
         ahead: those before the batch that has been fetched ahead, if fetching draws.
         running: whether the loop is in its body.
@@ -30,6 +31,7 @@ class Position:
     """
 
     batches: int = 0
+    draws_seed: bool = True
     order: State | None = None
     ahead: State | None = None
     running: bool = True
@@ -70,6 +72,7 @@ class Progress:
             "iteration": self.iteration,
             "status": position.status,
             "batches": position.batches,
+            "draws_seed": position.draws_seed,
             "order": position.order,
             "ahead": position.ahead,
         }

@@ -224,8 +224,7 @@ class SamplerShard:
     def __init__(
         self, sampler: Iterable[int], num_processes: int = 1, process_index: int = 0, even_batches: bool = True
     ) -> None:
-        self.sampler = sampler
-        self.shard = BatchSamplerShard(
+        self.batch_sampler = BatchSamplerShard(
             BatchSampler(sampler, 1, False), num_processes, process_index, even_batches=even_batches
         )
 
@@ -234,10 +233,10 @@ class SamplerShard:
 
     def batches_from(self, start: int) -> Iterator[int]:
         """This rank's samples after its first `start`."""
-        return chain.from_iterable(self.shard.batches_from(start))
+        return chain.from_iterable(self.batch_sampler.batches_from(start))
 
     def __len__(self) -> int:
-        return len(self.shard)
+        return len(self.batch_sampler)
 
 
 class IterableDatasetShard(IterableDataset[Any]):

@@ -62,7 +62,7 @@ class DataLoaderShard(PreparedLoader):
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset
         batches = self.indices.batches
-        batches = batches.shard if isinstance(batches, SamplerShard) else batches
+        batches = batches.batch_sampler if isinstance(batches, SamplerShard) else batches
         return batches if isinstance(batches, BatchSamplerShard) else None
 
     @property

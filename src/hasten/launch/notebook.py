@@ -89,15 +89,10 @@ def notebook_launcher(
         RuntimeError: a process failed (`WorkerFailed`, with its traceback), or an accelerator is in use in the notebook.
         NotImplementedError: what is not built yet.
     """
-    _check_nodes(node_rank, num_nodes, max_restarts)
+    _check_counts(num_processes, node_rank, num_nodes, max_restarts)
+    assert num_processes is not None
     _refuse_unbuilt(num_nodes, rdzv_backend, rdzv_conf, rdzv_id, log_line_prefix_template)
-    wanted = {"num_processes": num_processes, "mixed_precision": mixed_precision}
-    precision = resolve(["mixed_precision"], arguments=wanted)["mixed_precision"].value
-    if num_processes is None:
-        raise ValueError(
-            "You have to specify the number of processes you would like to use: add `num_processes=...` to your call."
-        )
-    resolve(["num_processes"], arguments=wanted)
+    precision = resolve(["mixed_precision"], arguments={"mixed_precision": mixed_precision})["mixed_precision"].value
     if rdzv_endpoint:
         master_addr, _, port = rdzv_endpoint.rpartition(":")
         use_port = port or use_port
@@ -123,12 +118,19 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: how many.
 
     Raises:
+        ValueError: this process is itself one of a distributed job.
         RuntimeError: a process failed (`WorkerFailed`, with its traceback).
     """
     import tempfile
 
     from hasten.launch.machine import look
 
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise ValueError(
+            "debug_launcher: this process has a process group already, which started processes cannot share. End it with "
+            "torch.distributed.destroy_process_group() (or Accelerator.end_training()) first."
+        )
     resolve(["num_processes"], arguments={"num_processes": num_processes})
     machine = look(count_accelerators=False)
     method = _start_method(machine)
@@ -197,7 +199,12 @@ def _run_with_restarts(
             return
 
 
-def _check_nodes(node_rank: int, num_nodes: int, max_restarts: int) -> None:
+def _check_counts(num_processes: int | None, node_rank: int, num_nodes: int, max_restarts: int) -> None:
+    if num_processes is None:
+        raise ValueError(
+            "You have to specify the number of processes you would like to use: add `num_processes=...` to your call."
+        )
+    resolve(["num_processes"], arguments={"num_processes": num_processes})
     if num_nodes < 1 or not 0 <= node_rank < num_nodes:
         raise ValueError(f"node_rank={node_rank} must lie between 0 and num_nodes - 1 (num_nodes={num_nodes}).")
     if max_restarts < 0:

@@ -80,6 +80,9 @@ def run(function: Callable[..., Any], args: Sequence[Any], count: int, method: s
 
 def _call(function: Callable[..., Any], index: int, args: tuple[Any, ...], report: Connection) -> None:
     """In the started process: call the function; send when and how it failed."""
+    context = sys.modules.get("hasten.world.context")
+    if context is not None:
+        context.CONTEXT.reset()  # a forked process must not take its parent's place for its own
     torch = sys.modules.get("torch")
     if torch is not None and environment.raw("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)  # forked with torch loaded: the variable comes too late

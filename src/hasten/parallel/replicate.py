@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hasten.settings.enums import DDPCommunicationHookType
 from hasten.settings.handlers import DistributedDataParallelSettings
+from hasten.world import torch_private
 from hasten.world.process import World
 
 
@@ -58,7 +59,7 @@ class Replicate:
         if not self.world.row.is_cpu and index is not None:
             arguments |= {"device_ids": [index], "output_device": index}
         with warnings.catch_warnings():
-            # Its replacement is not the same yet: forward_sync_buffers=False still changes the buffers once, when the model is wrapped.
+            # Its replacement is not the same yet: forward_sync_buffers=False still changes the buffers when the model is wrapped.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
         if self.handler is not None:
@@ -70,8 +71,14 @@ class Replicate:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Accumulate gradients locally inside; a model without DDP has nothing to hold back."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        """Accumulate gradients locally inside; a model without DDP has nothing to hold back.
+
+        With `static_graph` the very first backward pass exchanges all the same, since DDP learns the graph there. What is averaged
+        early is averaged once more later, which changes nothing.
+        """
+        if not isinstance(model, DistributedDataParallel) or torch_private.must_learn_graph(model):
+            return nullcontext()
+        return model.no_sync()
 
     @contextmanager
     def sync_next_backward(self, model: Any) -> Iterator[None]:

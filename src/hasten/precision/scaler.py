@@ -24,7 +24,8 @@ class LossScaling:
 
     def join(self, optimizer: Any) -> None:
         """Let a prepared optimizer take part."""
-        self._optimizers.append(optimizer)
+        if not any(optimizer is other for other in self._optimizers):
+            self._optimizers.append(optimizer)
 
     def leave_all(self) -> None:
         """Forget all optimizers."""

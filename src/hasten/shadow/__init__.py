@@ -1,6 +1,6 @@
 """Lets `import accelerate` resolve to hasten: by an import finder in front of all others, nothing is replaced on disk.
 
-    python -m hasten.shadow script.py --its --arguments
+python -m hasten.shadow script.py --its --arguments
 """
 
 from __future__ import annotations

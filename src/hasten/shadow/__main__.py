@@ -8,7 +8,9 @@ import sys
 
 from hasten.shadow.modules import install
 
-USAGE = "usage: python -m hasten.shadow script.py [arguments ...]\n       python -m hasten.shadow -m module [arguments ...]"
+USAGE = (
+    "usage: python -m hasten.shadow script.py [arguments ...]\n       python -m hasten.shadow -m module [arguments ...]"
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -21,10 +21,9 @@ class AliasModule(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        home = MODULES[self.__name__].get(name)
+        home = _home(self, name)
         if home is not None:
-            module, _, attribute = home.partition(":")
-            return getattr(import_module(module), attribute or name)
+            return getattr(*home)
         submodule = f"{self.__name__}.{name}"
         if submodule in MODULES:
             return import_module(submodule)
@@ -34,15 +33,34 @@ class AliasModule(ModuleType):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        home = MODULES.get(self.__name__, {}).get(name)
+        home = _home(self, name)
         if home is None:
             super().__setattr__(name, value)
             return
-        module, _, attribute = home.partition(":")
-        setattr(import_module(module), attribute or name, value)
+        self.__dict__.setdefault("_replaced", {}).setdefault(name, []).append(getattr(*home))
+        setattr(*home, value)
+
+    def __delattr__(self, name: str) -> None:
+        # unittest.mock and pytest find a name that is not in `__dict__`, so they end a replacement by deleting it.
+        home = _home(self, name)
+        if home is None:
+            super().__delattr__(name)
+            return
+        replaced = self.__dict__.get("_replaced", {}).get(name)
+        if not replaced:
+            raise AttributeError(f"{self.__name__}.{name} belongs to hasten and cannot be deleted, only replaced.")
+        setattr(*home, replaced.pop())
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *MODULES[self.__name__]})
+
+
+def _home(alias: AliasModule, name: str) -> tuple[ModuleType, str] | None:
+    home = MODULES.get(alias.__name__, {}).get(name)
+    if home is None:
+        return None
+    module, _, attribute = home.partition(":")
+    return import_module(module), attribute or name
 
 
 class _AliasLoader(Loader):

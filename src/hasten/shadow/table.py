@@ -35,7 +35,7 @@ _OPERATIONS = {
         "hasten.collectives.objects": ("broadcast_object_list", "gather_object"),
         "hasten.collectives.broadcast": ("broadcast",),
         "hasten.collectives.reduce": ("reduce",),
-        "hasten.collectives.pad": ("pad_across_processes",),
+        "hasten.collectives.pad": ("CannotPadNestedTensorWarning", "pad_across_processes"),
         "hasten.collectives.verify": ("DistributedOperationException",),
     }.items()
     for name in names
@@ -78,7 +78,7 @@ _DATA = {
     "DataLoaderShard": "hasten.data.loader",
     "IterableDatasetShard": "hasten.data.shard",
     "SeedableRandomSampler": "hasten.data.samplers",
-    "SkipBatchSampler": "hasten.data.skip",
+    "SkipBatchSampler": "hasten.data.samplers",
     "SkipDataLoader": "hasten.data.skip",
     "get_sampler": "hasten.data.samplers",
     "prepare_data_loader": "hasten.data.loader",

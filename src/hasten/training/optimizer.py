@@ -36,7 +36,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
-        self._update_scale = update_scale
+        self.update_scale = update_scale
         self._skipped = False
         self._takes_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         if device_placement and _state_is_elsewhere(optimizer):
@@ -138,10 +138,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         finally:
             watch.remove()
         self._skipped = not ran or self._skipped_inside(self.scaler)
-        if self._update_scale is None:
+        if self.update_scale is None:
             self.scaler.update()
         else:
-            self._update_scale(self)
+            self.update_scale(self)
         return result
 
     def _skipped_inside(self, scaler: torch.amp.GradScaler) -> bool:
@@ -161,7 +161,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # The shared parts (accumulation state, scaler's bookkeeping) belong to an Accelerator, not to a pickle of its optimizer,
         # nor does the `step` that torch's schedulers put on an optimizer to watch it.
-        state = {**self.__dict__, "gradient_state": None, "_update_scale": None}
+        state = {**self.__dict__, "gradient_state": None, "update_scale": None}
         state.pop("step", None)
         return state
 

@@ -14,18 +14,19 @@ from hasten.weights.names import id_tensor_storage
 SAFE_WEIGHTS_NAME = "model.safetensors"
 WEIGHTS_NAME = "pytorch_model.bin"
 
-# A lower-case b means bits, as in the reference.
+# Upper or lower case does not matter, but a lower-case b at the end means bits, as in the reference.
 _UNITS = {
-    "TIB": 2**40,
-    "GIB": 2**30,
-    "MIB": 2**20,
-    "KIB": 2**10,
+    "TiB": 2**40,
+    "GiB": 2**30,
+    "MiB": 2**20,
+    "KiB": 2**10,
     "TB": 10**12,
     "GB": 10**9,
     "MB": 10**6,
     "KB": 10**3,
     "B": 1,
 }
+_FACTORS = {unit.upper(): factor for unit, factor in _UNITS.items()}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
@@ -37,7 +38,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]+)\s*", size) if isinstance(size, str) else None
-    factor = _UNITS.get(match[2].upper()) if match else None
+    factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ValueError(
             f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit (like '5.0GB'); the units "

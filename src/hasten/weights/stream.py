@@ -75,7 +75,7 @@ class Stream:
             self._end_block()
             self.written = self._workers.syncs.submit(self._settle)
             return
-        self._file.close()
+        self.close()
         # The memory under these sums may go as soon as the error is handled.
         for future in self._sums:
             if not future.cancel():
@@ -103,6 +103,10 @@ class Stream:
         else:
             self._append_small()
             self._append(view, steady=True)
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
 
     def flush(self) -> None:
         """Do nothing: everything is written in the end. `torch.save` calls it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import struct
@@ -40,6 +41,10 @@ def read_torch(path: Any, map_location: Any = None, **options: Any) -> Any:
             raise RuntimeError(f"{_name(path)} is not a file of torch.save, or damaged: {error}") from error
         raise pickle.UnpicklingError(_refusal(path, error)) from error
     except EOFError as error:
+        raise RuntimeError(f"{_name(path)} ends too early: it is damaged.") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a seek to where nothing is
+            raise
         raise RuntimeError(f"{_name(path)} ends too early: it is damaged.") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):

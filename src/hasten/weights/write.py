@@ -29,6 +29,7 @@ class FolderWriter:
         self.written: dict[str, Written] = {}
         self._workers = Workers()
         self._pending: dict[str, Future[Written]] = {}
+        self._streams: list[Stream] = []
 
     def __enter__(self) -> FolderWriter:
         return self
@@ -39,6 +40,8 @@ class FolderWriter:
                 self.settle()
         finally:
             self._workers.close()
+            for stream in self._streams:
+                stream.close()
 
     def settle(self) -> None:
         """Wait until every file is on the disk, and fill `written`, which has size and checksums by name.
@@ -54,6 +57,7 @@ class FolderWriter:
     def stream(self, name: str, holding: Any = None) -> Iterator[Stream]:
         """A new file to write to; see `Stream`."""
         with Stream(self.folder / name, self._workers, holding) as stream:
+            self._streams.append(stream)
             yield stream
         self._pending[name] = stream.written
 

@@ -92,6 +92,11 @@ def found_infinite(scaler: Any, optimizer: Any) -> bool:
     return any(bool(value.item()) for value in found.values())
 
 
+def must_learn_graph(model: Any) -> bool:
+    """Whether a DDP model with a static graph has not seen its first backward pass yet, which must exchange gradients."""
+    return bool(model.static_graph and not model._static_graph_delay_allreduce_enqueued)
+
+
 class LoaderOverIndices(DataLoader[Any]):
     """A DataLoader that takes the indices of its batches from `self.indices` and not from its samplers themselves."""
 

@@ -1,0 +1,72 @@
+import zlib
+
+import pytest
+import torch
+
+from hasten.weights import stream
+from hasten.weights.stream import Stream, Workers, Written, checksum_file
+
+
+@pytest.fixture
+def workers():
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+def write(path, workers, pieces, holding=None) -> Written:
+    with Stream(path, workers, holding) as file:
+        for piece in pieces:
+            file.write(piece)
+    return file.written.result()
+
+
+def expected(content: bytes, block: int) -> Written:
+    return Written(len(content), tuple(zlib.crc32(content[i : i + block]) for i in range(0, len(content), block)))
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 2, 3], [100_000], [70_000, 5, 70_000, 5], [3, 200_000, 0, 1]])
+def test_bytes_and_checksums(tmp_path, workers, monkeypatch, sizes):
+    monkeypatch.setattr(stream, "BLOCK", 30_000)
+    pieces = [bytes((size + i) % 251 for i in range(size)) for size in sizes]
+    written = write(tmp_path / "f", workers, pieces)
+    content = b"".join(pieces)
+    assert (tmp_path / "f").read_bytes() == content
+    assert written == expected(content, 30_000)
+    assert checksum_file(tmp_path / "f", workers) == written
+
+
+def test_tensors_that_are_held_are_checksummed_in_place_and_others_copied(tmp_path, workers):
+    held = torch.arange(50_000)
+    with Stream(tmp_path / "f", workers, {"a": [held]}) as file:
+        gone = bytearray(b"x" * 100_000)
+        file.write(gone)
+        gone[:] = b"y" * 100_000
+        file.write(memoryview(held.numpy()).cast("B"))
+        assert [type(part) for part in file._parts] == [bytes, memoryview]
+    content = (tmp_path / "f").read_bytes()
+    assert content == b"x" * 100_000 + held.numpy().tobytes()
+    assert file.written.result() == expected(content, stream.BLOCK)
+
+
+def test_an_object_that_contains_itself_can_be_held(tmp_path, workers):
+    item: dict = {"tensor": torch.zeros(3)}
+    item["self"] = [item]
+    assert write(tmp_path / "f", workers, [b"a"], item) == expected(b"a", stream.BLOCK)
+
+
+def test_an_error_in_the_body_closes_the_file(tmp_path, workers):
+    file = Stream(tmp_path / "f", workers)
+    with pytest.raises(TypeError), file:
+        file.write(b"a" * 100_000 + 3)
+    assert file._file.closed
+    assert not hasattr(file, "written")
+
+
+def test_a_sync_that_fails_is_reported(tmp_path, workers, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "f", workers, [b"a"])
