@@ -418,7 +418,7 @@ def start_pytest(folder: Path, **env: str) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "test_script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_script.py"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **env}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(folder), **env}
     return subprocess.Popen(
         command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -395,4 +395,6 @@ def _find(item: Any, held: list[Any], unwrap: Callable[[Any], Any]) -> Any:
 
 
 def _is_scheduler(item: Any) -> bool:
+    if getattr(item, _PREPARED, False) is True and hasattr(item, "scheduler"):
+        return True
     return isinstance(item, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))

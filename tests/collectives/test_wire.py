@@ -178,7 +178,6 @@ def test_dtensors_are_refused_with_the_fix():
 
 @pytest.mark.parametrize("away", [False, True])
 def test_copies_take_any_strides_and_leave_gradients_alone(away: bool):
-    """Also the contract of `torch._foreach_copy_`, which is private."""
     targets = [torch.zeros(3, 2).t(), torch.zeros(()), torch.zeros(0), torch.zeros(2, dtype=torch.complex64)]
     given = [torch.ones(2, 3, requires_grad=True), torch.tensor(2.0), torch.zeros(0), torch.tensor([1j, 2]).conj()]
     wires.copy_all(targets, given, away)

@@ -216,3 +216,9 @@ def test_every_function_has_a_contract_test():
         if getattr(value, "__module__", "") == torch_private.__name__ and not name.startswith("_")
     ]
     assert [name for name in own if f"torch_private.{name}" not in source] == []
+
+
+def test_copy_each():
+    targets = [torch.zeros(2, 3).t(), torch.zeros(())]
+    torch_private.copy_each(targets, [torch.ones(3, 2), torch.tensor(2.0)])
+    assert [target.tolist() for target in targets] == [[[1.0, 1.0]] * 3, 2.0]

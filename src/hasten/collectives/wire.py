@@ -21,7 +21,7 @@ from hasten.collectives.verify import (
     failure,
 )
 from hasten.settings import environment
-from hasten.world import process
+from hasten.world import process, torch_private
 from hasten.world.process import World
 
 P = TypeVar("P")
@@ -265,7 +265,7 @@ def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor], away: bool) 
             for target, tensor in zip(into, tensors, strict=True):
                 target.copy_(tensor)
         elif tensors:  # torch refuses empty lists
-            torch._foreach_copy_(into, tensors)
+            torch_private.copy_each(into, tensors)
 
 
 def _rows(packed: torch.Tensor) -> list[memoryview]:
@@ -280,8 +280,7 @@ def wire_of(world: World | None) -> Wire | None:
     world = world or process.current()
     if world.size == 1:
         return None
-    held = vars(world)  # a frozen dataclass keeps its fields from being set, not its instances from holding more
-    wire = held.get("_wire")
+    wire: Wire | None = world.attached.get("wire")
     if wire is None:
-        wire = held["_wire"] = Wire(world)
+        wire = world.attached["wire"] = Wire(world)
     return wire

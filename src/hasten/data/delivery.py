@@ -135,5 +135,8 @@ class Delivery:
         dist.scatter(buffer, None, group_src=0, group=self.wire.group)
         item = unpack(buffer)
         if kind == _ERROR:
-            raise pickle.loads(item)
+            error = pickle.loads(item)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"Raised by rank 0, which reads for all; seen on rank {self.rank}.")
+            raise error
         return item, note

@@ -14,8 +14,8 @@ from hasten.data.delivery import Delivery, Package
 from hasten.data.order import Order
 from hasten.data.prepared import PreparedLoader
 from hasten.data.randomness import ALL, capture, rewound
-from hasten.data.rows import NotRowsError, count_rows, cut, join
 from hasten.data.shard import data_part
+from hasten.data.steps import Steps
 from hasten.world.process import World, current
 
 
@@ -75,8 +75,18 @@ class DataLoaderDispatcher(PreparedLoader):
     def _world(self) -> World:
         return self.world or current()
 
+    @property
+    def _steps(self) -> Steps:
+        return Steps(
+            parts=self.parts,
+            split=self.split_batches,
+            drop_last=self._drop_last,
+            batch_size=getattr(self.indices.batches, "batch_size", self.batch_size),
+            slice_fn=self.slice_fn,
+        )
+
     def _batches_per_step(self) -> int:
-        return 1 if self.split_batches else self.parts
+        return self._steps.number
 
     def _fetches_here(self) -> bool:
         return self.num_workers == 0 and self._world.is_main
@@ -95,18 +105,18 @@ class DataLoaderDispatcher(PreparedLoader):
         if not self._world.is_main:
             torch.empty((), dtype=torch.int64).random_()  # the seed that reading draws on rank 0
             return self._received()
+        alone = self._world.size == 1
         try:
-            batches = self._read_after(skip)
+            batches = self._read_after(skip * self._batches_per_step(), noting_first=not alone)
         except Exception as error:
-            if self._world.size > 1:
+            if not alone:
                 Delivery(self._world).send_error(error)
             raise
-        return batches if self._world.size == 1 else self._sent(self._steps(batches))
+        return batches if alone else self._sent(self._steps.divide(batches, self._first_batch if skip else None))
 
-    def _read_after(self, skip: int) -> Iterator[Any]:
-        """The batches after `skip` steps. The first one of the pass is noted: it completes the last step."""
-        number = skip * self._batches_per_step()
-        self._first, self.indices.first, self.indices.notes_first = None, None, True
+    def _read_after(self, number: int, noting_first: bool) -> Iterator[Any]:
+        """The batches after so many. The very first one is noted: its rows complete the last step."""
+        self._first, self.indices.first, self.indices.notes_first = None, None, noting_first
         if number == 0 or not self.is_iterable:
             return self.read(number)
         batches = self.read(0)
@@ -146,67 +156,6 @@ class DataLoaderDispatcher(PreparedLoader):
             batch, self._real = item
             yield batch
 
-    def _steps(self, batches: Iterator[Any]) -> Iterator[tuple[list[Any], int]]:
-        """For each step the batch of every part, and how many rows of the step are not repeated ones (0: all)."""
-        number, size = self._batches_per_step(), getattr(self.indices.batches, "batch_size", self.batch_size)
-        read = list(islice(batches, number))
-        if self._first is None and self.indices.first is None:
-            self._first = read[0] if read else None
-        while read:
-            following = None
-            if len(read) < number or (size is not None and count_rows(read[-1]) != size):
-                following = list(islice(batches, number))
-                if not following:
-                    yield from self._last_step(read)
-                    return
-            yield self._whole_step(read), 0
-            read = list(islice(batches, number)) if following is None else following
-
-    def _whole_step(self, read: list[Any]) -> list[Any]:
-        if self.slice_fn is None and not self.split_batches:
-            return read
-        joined = read[0] if len(read) == 1 else join(read)
-        return self._divide(joined, self._rows_per_part(joined))
-
-    def _rows_per_part(self, joined: Any) -> int:
-        rows = count_rows(joined)
-        if rows is None or rows % self.parts:
-            raise ValueError(
-                f"A batch of {'unknown size' if rows is None else f'{rows} rows'} can not be cut into {self.parts} equal parts "
-                "(`split_batches` or `slice_fn_for_dispatch`). Make every batch a multiple of the number of processes, or set "
-                "`split_batches=False` to give each rank whole batches."
-            )
-        return rows // self.parts
-
-    def _divide(self, joined: Any, rows: int) -> list[Any]:
-        slices = [slice(part * rows, (part + 1) * rows) for part in range(self.parts)]
-        if self.slice_fn is None:
-            return [cut(joined, each) for each in slices]
-        number = self.parts
-        return [
-            self.slice_fn(joined, each, process_index=part, num_processes=number) for part, each in enumerate(slices)
-        ]
-
-    def _last_step(self, read: list[Any]) -> Iterator[tuple[list[Any], int]]:
-        complete = len(read) == self._batches_per_step()
-        if self._drop_last and not complete:
-            return
-        try:
-            joined = join(read)
-            rows = count_rows(joined)
-            assert rows is not None
-            each = math.ceil(rows / self.parts)
-            missing = each * self.parts - rows
-            if missing:
-                joined = join([joined, *_repeated(self._first_batch(), missing)])
-            yield self._divide(joined, each), rows if missing else 0
-        except NotRowsError:
-            if self.split_batches or self.slice_fn is not None:
-                raise
-            real = sum(count_rows(batch) or 0 for batch in read)
-            fill = [] if complete else [self._first_batch()] * (self.parts - len(read))
-            yield [*read, *fill], 0 if complete else real or -1
-
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     def _remainder_at_end(self) -> int:
@@ -226,11 +175,3 @@ class DataLoaderDispatcher(PreparedLoader):
             self.skip_batches = skip
         number = self._batches_per_step()
         return max(0, (batches // number if self._drop_last else math.ceil(batches / number)) - skip)
-
-
-def _repeated(first: Any, rows: int) -> list[Any]:
-    """Copies of the first batch, the last one cut, that have so many rows together."""
-    size = count_rows(first)
-    assert size
-    parts = [first] * (rows // size)
-    return [*parts, cut(first, slice(0, rows % size))] if rows % size else parts

@@ -25,7 +25,8 @@ class World:
     """Some processes that work together, and this process's place among them.
 
     `ranks` are the members' numbers in the whole job; `rank` is this process's index among the members. `group` is None
-    where the world is this process alone and nothing is ever communicated.
+    where the world is this process alone and nothing is ever communicated. `attached` is for what lives as long as the
+    world does, such as buffers for its exchanges.
     """
 
     rank: int = 0
@@ -37,6 +38,7 @@ class World:
     backend: str | None = None
     ranks: tuple[int, ...] = (0,)
     forced_cpu: bool = False
+    attached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> Any:
         # A process group cannot travel; what is unpickled lives in the default world of the process that unpickles it.

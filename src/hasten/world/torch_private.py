@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
@@ -115,3 +116,8 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
 def keeps_workers(loader: DataLoader[Any]) -> bool:
     """Whether a DataLoader has workers running that its next pass will use again."""
     return loader.persistent_workers and loader._iterator is not None
+
+
+def copy_each(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy each tensor into its partner, in one operation; the lists are not empty."""
+    torch._foreach_copy_(into, tensors)
