@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -398,6 +397,29 @@ def test_a_warm_rank_that_died_meanwhile_is_replaced():
 
 # ---- the end ----
 
+
+def runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # an orphan's may stay where init does not collect it
+    return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def test_a_closed_pool_has_ended_its_ranks_and_opens_again():
+    before = run_ranks(pid, 2)
+    ranks.close_pool()
+    assert not any(runs(process) for process in before)
+    assert not set(run_ranks(pid, 2)) & set(before)
+
+
 SCRIPT = """
 import os, pathlib, psutil, time
 from tests.ranks import run_ranks
@@ -409,40 +431,20 @@ def stay(path):
 def test_two():
     run_ranks(os.getpid, 2)
     pathlib.Path("pids").write_text(" ".join(str(child.pid) for child in psutil.Process().children(recursive=True)))
-    if "STAY" in os.environ:
-        run_ranks(stay, 2, os.path.abspath("staying"), timeout=600)
+    run_ranks(stay, 2, os.path.abspath("staying"), timeout=600)
 """
 
 
-def start_pytest(folder: Path, **env: str) -> subprocess.Popen[str]:
-    folder.mkdir()
-    (folder / "test_script.py").write_text(SCRIPT)
+def test_no_process_outlives_a_killed_pytest(tmp_path):
+    """The hardest end: no handler runs, and ranks are in the middle of a case. Each run of the tests shows the ordinary one."""
+    (tmp_path / "test_script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_script.py"]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(folder), **env}
-    return subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
-
-
-def none_exists(pids: list[int]) -> bool:
-    return not any(map(psutil.pid_exists, pids))
-
-
-def test_no_process_outlives_pytest_ended_or_killed(tmp_path):
-    ended, killed = tmp_path / "ended", tmp_path / "killed"
-    with start_pytest(killed, STAY="1") as victim, start_pytest(ended) as process:
-        assert wait_until((killed / "staying").exists, 300), victim.communicate()[0]
-        victim.kill()
-        output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
-    for folder in (ended, killed):
-        pids = [int(word) for word in (folder / "pids").read_text().split()]
-        assert len(pids) >= 2, "two ranks, and their zygote where there is one"
-        assert wait_until(partial(none_exists, pids), 20), folder.name
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: (tmp_path / "staying").exists() or process.poll() is not None, 300)
+        process.kill()
+        output = process.communicate()[0]
+    assert (tmp_path / "staying").exists(), output
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) >= 2, "two ranks, and their zygote where there is one"
+    assert wait_until(lambda: not any(map(runs, pids)), 20)

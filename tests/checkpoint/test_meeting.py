@@ -1,24 +1,24 @@
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 from hasten.checkpoint import meeting
 from hasten.checkpoint.meeting import Meeting
-from hasten.world import process
+from hasten.world import process, torch_private
 from tests.ranks import run_ranks
 
 
 def one_save(joins: bool) -> tuple[object, ...]:
-    meeting.PATIENCE = 0.2
     world = process.start(cpu=True)
     found: tuple[object, ...] = ()
     if world.is_main:
         save = Meeting(world)
         save.open({"label": "x", "where": 1})
-        joined = save.assemble()
-        reports = save.reports([1]) if joined else {}
-        save.go(True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "PATIENCE", 0.2)
+            joined = save.assemble()
+        reports = save.reports(joined)
+        save.go([1])
         save.close(None)
         found = (joined, reports)
     elif joins:
@@ -31,11 +31,11 @@ def one_save(joins: bool) -> tuple[object, ...]:
 
 
 def test_the_main_process_waits_for_those_that_join():
-    assert run_ranks(one_save, 2, True) == [(True, {1: {"n": 3}}), (1, True, True, None)]
+    assert run_ranks(one_save, 2, True) == [([1], {1: {"n": 3}}), (1, True, [1], None)]
 
 
 def test_the_main_process_goes_on_alone():
-    assert run_ranks(one_save, 2, False) == [(False, {}), ()]
+    assert run_ranks(one_save, 2, False) == [([], {}), ()]
 
 
 def waits_in_vain() -> str:
@@ -43,8 +43,12 @@ def waits_in_vain() -> str:
     if world.is_main:
         world.barrier()
         return ""
+    assert world.group is not None
+    limit = torch_private.group_timeouts(world.group)["cpu"]
+    torch_private.set_group_timeout(world.group, timedelta(seconds=0.3))
     with pytest.raises(RuntimeError) as found:
-        Meeting(replace(world, timeout=timedelta(seconds=0.3))).join("x")
+        Meeting(world).join("x")
+    torch_private.set_group_timeout(world.group, limit)
     world.barrier()
     return str(found.value)
 
@@ -64,7 +68,7 @@ def many_saves() -> tuple[int, int]:
             save.open({"label": str(number)})
             save.assemble()
             save.reports([1])
-            save.go(True)
+            save.go([1])
             save.close(None)
         else:
             save.join(str(number))

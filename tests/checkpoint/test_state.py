@@ -299,7 +299,7 @@ def test_loader_positions_that_are_not_there_are_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         load(tmp_path / "ck", Contents(dataloaders=loaders), ALONE)
     assert loaders[0].position == 1
-    assert "holds no position of data loader 1, so it starts with a new epoch" in caplog.text
+    assert "holds no position of data loader 1: its epoch, its order" in caplog.text
 
 
 def test_names_of_state_files():

@@ -2,6 +2,8 @@ import json
 import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,13 +158,21 @@ def test_positions_have_a_file_per_rank_only_where_ranks_differ(tmp_path):
     assert [name for name in names(tmp_path / "ck") if "dl_state" in name] == ["dl_state_dict.bin"]
 
 
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "PATIENCE", seconds)
+        patch.setattr(meeting, "SHORT_PATIENCE", 0.05)
+        yield
+
+
 def saved_by_main_alone(folder: str) -> tuple[list[float], list[str]]:
-    meeting.PATIENCE, meeting.SHORT_PATIENCE = 0.3, 0.05
     here, times = world(), []
     for step in range(2):
         start = time.monotonic()
         if here.is_main:
-            state.save(f"{folder}-{step}", make(1), here)
+            with patience(0.3):
+                state.save(f"{folder}-{step}", make(1), here)
         times.append(time.monotonic() - start)
     here.barrier()  # goes on as before
     return times, names(f"{folder}-1")
@@ -177,12 +187,27 @@ def test_the_main_process_may_save_alone(tmp_path):
     assert json.loads((tmp_path / "ck-1" / MANIFEST).read_text())["ranks"] == [0]
 
 
+def saved_by_some(folder: str) -> list[str]:
+    here = world()
+    if here.rank != 1:
+        with patience(0.3):
+            state.save(folder, make(1), here)
+    here.barrier()
+    return names(folder)
+
+
+def test_some_ranks_may_save(tmp_path):
+    for files in run_ranks(saved_by_some, 3, str(tmp_path / "ck")):
+        assert [name for name in files if "random" in name] == ["random_states_0.pkl", "random_states_2.pkl"]
+    assert json.loads((tmp_path / "ck" / MANIFEST).read_text())["ranks"] == [0, 2]
+
+
 def saved_late(folder: str, own_name: bool) -> list[str]:
-    meeting.PATIENCE = 0.1
     here = world()
     if not here.is_main:
         time.sleep(0.5)
-    state.save(f"{folder}-{here.rank}" if own_name else folder, make(1), here)
+    with patience(0.1):
+        state.save(f"{folder}-{here.rank}" if own_name else folder, make(1), here)
     here.barrier()
     return names(f"{folder}-{here.rank}" if own_name else folder)
 
@@ -271,13 +296,13 @@ def on_own_disks(folder: str, local_size: int, save_on_each_node: bool, seen: bo
     here = world()
     local = replace(here, local_rank=here.rank % local_size, local_size=local_size)
     machine = 0 if seen else here.rank // local_size
-    sees = store._sees
-    store._sees = lambda path: sees(path) and f"machine-{machine}" in str(path)
     where = Path(folder, f"machine-{machine}")
     os.makedirs(where, exist_ok=True)
     os.chdir(where)
-    for _ in range(2):  # into a new folder, and over it
-        state.save("ck", make(1), local, save_on_each_node=save_on_each_node)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_sees", lambda path: path.is_dir() and f"machine-{machine}" in str(path))
+        for _ in range(2):  # into a new folder, and over it
+            state.save("ck", make(1), local, save_on_each_node=save_on_each_node)
     store.verify("ck", checksums=True)
     assert names(".") == ["ck"]
     return names("ck")

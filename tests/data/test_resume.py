@@ -46,6 +46,13 @@ class ShuffledBatches:
         return (order[first : first + BATCH] for first in range(0, SIZE, BATCH))
 
 
+class Lazy(DataLoader[Any]):
+    """A loader class that asks for its first indices when its first batch is asked for."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 def indexed(data: Any = None, **options: Any) -> DataLoader[Any]:
     return DataLoader(Numbers(SIZE) if data is None else data, **{"batch_size": BATCH, **options})
 
@@ -68,6 +75,7 @@ KINDS: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
     "seedable": (lambda: indexed(shuffle=True), SEEDABLE),
     "batch sampler": (lambda: DataLoader(Numbers(SIZE), batch_sampler=ShuffledBatches()), {}),
     "augmented": (lambda: indexed(Augmented(SIZE), shuffle=True), {}),
+    "own class": (lambda: Lazy(Augmented(SIZE), batch_size=BATCH, shuffle=True), {}),
     "unbatched": (lambda: indexed(batch_size=None, shuffle=True), {}),
     "stream": (lambda: DataLoader(ShuffledStream(), batch_size=BATCH), {}),
     "stream, generator": (lambda: DataLoader(ShuffledStream(generator(1)), batch_size=BATCH), {}),
@@ -304,6 +312,18 @@ def test_a_state_is_not_changed_by_going_on():
             kept = through_a_file(state)
     assert state["batches"] == kept["batches"] == 1
     assert torch.equal(state["order"]["torch"], kept["order"]["torch"])
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own class", "stream"])
+def test_later_passes_are_as_fast_as_ever(kind: str):
+    build, settings = KINDS[kind]
+    loader: Any = prepare_data_loader(build(), **settings)
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    loader.load_state_dict({**state, "status": RUNNING})
+    assert len(list(loader)) == 4
+    assert type(iter(loader.indices)) is type(iter(loader.batch_sampler))
 
 
 def test_progress_between_epochs():

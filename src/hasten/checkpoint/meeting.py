@@ -1,14 +1,15 @@
 """How the processes of a world take part in one save.
 
-Only the main process must save; the others may. Code written for the reference calls `save_state` either on every process or on
-the main one alone, and both must work without waiting for somebody who never comes. So there is no collective operation here:
-the processes meet in the store of their process group. The main process opens a save and the others join it; when the main
-process has written its part, it waits for those that have joined. If nobody has, it gives them a short while, then closes the
-save and goes on alone; who comes later adds its own files afterwards.
+Only the main process must save; the others may. Code written for the reference calls `save_state` on every process, on the main one
+alone, or on the first one of each machine, and all must work without waiting for somebody who never comes. So there is no
+collective operation here: the processes meet in the store of their process group. The main process opens a save and the
+others join it. When the main process has written its part, it gives the others a while to join if not all have, then goes on
+with those that have; who comes later adds its own files afterwards.
 
-Keys of save number n: `n/open` (by the main process: what is saved where), `n/gate` (how many have joined, or `_CLOSED`),
-`n/disk/r` (where rank r writes, on a disk that the main process does not see), `n/done/r` (rank r has written its files, or
-failed), `n/go` (all are done, or it is given up), `n/placed/r` (rank r has put the folder on its disk in place), `n/result`.
+Keys of save number n: `n/open` (by the main process: what is saved where), `n/joined` (how many others have joined), `n/gate/r`
+(whether rank r has joined, or came too late: who sets it first decides), `n/disk/r` (where rank r writes, on a disk that the
+main process does not see), `n/done/r` (rank r has written its files, or failed), `n/go` (all are done, or it is given up),
+`n/placed/r` (rank r has put the folder on its disk in place), `n/result`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any
 
 from hasten.world.process import World
 
-PATIENCE = 3.0  # seconds that the main process waits for others before it saves alone
-SHORT_PATIENCE = 0.25  # the same, once it has saved alone
-_CLOSED = 1 << 40
+PATIENCE = (
+    3.0  # seconds without anybody joining after which the main process goes on, although others took part last time
+)
+SHORT_PATIENCE = 0.25  # the same, once those that took part last time have joined
+_IN, _OUT = "in", "out"
 _KEPT = 4  # saves whose keys stay
 
 
@@ -49,16 +52,20 @@ class Meeting:
         self.number = self._add("saves", 1)
         self._set("open", record)
 
-    def assemble(self) -> bool:
-        """Find out whether the others take part: True if they do, False if this process saves alone."""
-        alone_before = self._get_if_there("alone", numbered=False)
-        deadline = time.monotonic() + (SHORT_PATIENCE if alone_before else PATIENCE)
-        # The gate counts the others, until it is closed: exactly one side comes first.
-        while self._add(f"{self.number}/gate", 0) == 0 and time.monotonic() < deadline:
+    def assemble(self) -> list[int]:
+        """Wait for the others as long as that makes sense, and say which ones take part."""
+        others = range(1, self.world.size)
+        expected = self._get_if_there("participants", numbered=False)
+        joined, since = 0, time.monotonic()
+        while (now := self._add(f"{self.number}/joined", 0)) < len(others):
+            joined, since = (now, time.monotonic()) if now > joined else (joined, since)
+            enough = expected is not None and joined >= expected
+            if time.monotonic() - since > (SHORT_PATIENCE if enough else PATIENCE):
+                break
             time.sleep(0.005)
-        joined = self._add(f"{self.number}/gate", _CLOSED) != _CLOSED
-        self._set("alone", not joined, numbered=False)
-        return joined
+        present = [rank for rank in others if now == len(others) or self._pass_gate(self.number, rank, _OUT)]
+        self._set("participants", len(present), numbered=False)
+        return present
 
     def reports(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What these ranks have reported about their part, waited for."""
@@ -68,19 +75,19 @@ class Meeting:
         """What became of the folders on other disks, waited for."""
         return self._collect("placed", ranks, "put its files in place")
 
-    def go(self, go: bool) -> None:
-        """Let the other disks' folders take their places, or not."""
-        self._set("go", go)
+    def go(self, present: Sequence[int] | None) -> None:
+        """Let the folders on other disks take their places, with the files of these ranks; None gives the save up."""
+        self._set("go", present)
 
     def close(self, error: str | None) -> None:
         """Tell everybody how it ended. Keys of old saves are removed."""
         self._set("result", error)
         old = self.number - _KEPT
         if old > 0:
-            for name in ("open", "gate", "go", "result"):
+            for name in ("open", "joined", "go", "result"):
                 self._store.delete_key(self._key(f"{old}/{name}"))
             for rank in range(1, self.world.size):
-                for name in ("done", "disk", "placed"):
+                for name in ("gate", "done", "disk", "placed"):
                     self._store.delete_key(self._key(f"{old}/{name}/{rank}"))
 
     # -- the others --------------------------------------------------------------------------------------------------
@@ -100,7 +107,14 @@ class Meeting:
             number = later
         self.number = number
         self._set(f"seen/{self.world.rank}", number, numbered=False)
-        return record, "error" not in record and self._add(f"{number}/gate", 1) < _CLOSED
+        in_time = "error" not in record and self._pass_gate(number, self.world.rank, _IN)
+        if in_time:
+            self._add(f"{number}/joined", 1)
+        return record, in_time
+
+    def is_given_up(self) -> bool:
+        """Whether the main process has given the save up already."""
+        return bool(self._store.check([self._key(f"{self.number}/go")])) and self.may_go() is None
 
     def announce_disk(self, folder: str) -> None:
         """Say where this machine's processes write, as they do not see the main process's folder."""
@@ -115,10 +129,11 @@ class Meeting:
         """Say that this process's part is done, or why not."""
         self._set(f"done/{self.world.rank}", outcome)
 
-    def may_go(self) -> bool:
-        """Wait for all ranks' reports; whether folders shall take their places."""
+    def may_go(self) -> list[int] | None:
+        """Wait until all have reported. The ranks that take part; None if the save is given up."""
         self._await(f"{self.number}/go", "finish a save")
-        return bool(self._get(f"{self.number}/go"))
+        present: list[int] | None = self._get(f"{self.number}/go")
+        return present
 
     def report_placed(self, error: str | None) -> None:
         """Say that this disk's folder is in its place, or why not."""
@@ -139,6 +154,10 @@ class Meeting:
                 return 0
             time.sleep(0.02)
         return latest
+
+    def _pass_gate(self, number: int, rank: int, wish: str) -> bool:
+        """Decide whether a rank is in, if that is not decided yet; whether it is."""
+        return bool(self._store.compare_set(self._key(f"{number}/gate/{rank}"), "", wish) == _IN.encode())
 
     # -- the store ---------------------------------------------------------------------------------------------------
 

@@ -58,9 +58,9 @@ def read(folder: Path, loaders: Sequence[Any], rank: int) -> None:
                 raise
             lost.append(index)
     if lost:
-        logger.warning(
-            "Rank %d: %s holds no position of data loader %s, so it starts with a new epoch in a new order.",
-            rank,
+        logger.log(
+            logging.WARNING if rank == 0 else logging.DEBUG,
+            "%s holds no position of data loader %s: its epoch, its order and its place in it are not restored.",
             folder,
             ", ".join(map(str, lost)),
         )

@@ -135,7 +135,7 @@ def load(
         RuntimeError: a file is damaged or does not fit, or the number of custom objects differs.
     """
     path = store.resolve(folder)
-    store.verify(path)
+    store.verify(path, concerns=lambda name: not _is_of_another_rank(name, world.rank))
     _check_custom(path, len(contents.custom))
     models = list(contents.models)
     for hook in hooks:
@@ -220,6 +220,12 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 def is_state_file(name: str) -> bool:
     """Whether a file of this name belongs to the state of a run."""
     return _OURS.fullmatch(name) is not None
+
+
+def _is_of_another_rank(name: str, rank: int) -> bool:
+    """Whether only another process reads this file: a thousand processes need not check a thousand such files each."""
+    match = re.fullmatch(r"random_states_(\d+)\.pkl|dl_state_dict.*_rank(\d+)\.bin", name)
+    return match is not None and rank != int(match[1] or match[2])
 
 
 def numbered(name: str, index: int) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,17 +114,27 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     return not manifest.problems(_places(folder))
 
 
-def verify(folder: str | os.PathLike[str], checksums: bool = False) -> None:
+def verify(
+    folder: str | os.PathLike[str], checksums: bool = False, concerns: Callable[[str], bool] = lambda name: True
+) -> None:
     """Check that every file of a checkpoint is there and has its size, and on demand its checksum.
 
     Folders without a manifest pass: nothing is known of them.
+
+    Args:
+        folder: the checkpoint.
+        checksums: also read every file and compare its checksums.
+        concerns: which files to check, by name; all by default.
 
     Raises:
         RuntimeError: files are damaged or missing; the message names them.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    problems = manifest.problems(_places(folder), checksums) if manifest is not None else []
+    if manifest is None:
+        return
+    files = {name: file for name, file in manifest.files.items() if concerns(name)}
+    problems = replace(manifest, files=files).problems(_places(folder), checksums)
     if problems:
         raise RuntimeError(
             f"The checkpoint {folder} is damaged: {'; '.join(problems)}. Load another one. If the files were changed on purpose, "
@@ -217,7 +228,7 @@ class _Main:
             raise
         finally:
             if problem is not None:
-                self.meeting.go(False)
+                self.meeting.go(None)
                 _discard(self.transaction)
             self.meeting.close(problem)
         if problem is None:
@@ -226,12 +237,12 @@ class _Main:
             raise RuntimeError(_given_up(self.transaction.target, problem))
 
     def _finish(self) -> str | None:
-        others = range(1, self.world.size) if self.meeting.assemble() else range(0)
+        others = self.meeting.assemble()
         reports = self.meeting.reports(others)
         for rank in others:
             if reports[rank]["error"] is not None:
                 return str(reports[rank]["error"])
-        self.meeting.go(True)
+        self.meeting.go(others)
         files = dict(self.transaction.writer.written)
         for report in reports.values():
             if report["disk"] == 0:
@@ -253,9 +264,10 @@ class _Member:
             raise RuntimeError(_given_up(target, record["error"]))
         self.disk = 0  # the rank that puts the folder in place in which this process writes
         try:
-            # Where folders are numbered, the number of the main process counts.
             main = Path(record["target"])
-            self.transaction = self._begin(target.with_name(main.name), main, Path(record["temporary"]))
+            if record["label"] == label:  # where folders are numbered, the number of the main process counts
+                target = target.with_name(main.name)
+            self.transaction = self._begin(target, main, Path(record["temporary"]))
         except BaseException as error:
             if self.in_time:
                 self._report(error)
@@ -272,6 +284,8 @@ class _Member:
             return Transaction(target, open_temporary(target), leads=leads, is_main=False)
         if _sees(temporary):
             return Transaction(target, temporary, leads=False, is_main=False)
+        if self.meeting.is_given_up():  # the folder is not elsewhere, but gone
+            raise RuntimeError(_given_up(target, str(self.meeting.result())))
         self.disk = self.world.rank - self.world.local_rank
         if self.disk != self.world.rank:
             return Transaction(target, Path(self.meeting.disk_of(self.disk)), leads=False, is_main=False)
@@ -304,11 +318,12 @@ class _Member:
         """Do for a disk of this machine what the main process does for its own."""
         error: BaseException | None = None
         try:
-            if self.meeting.may_go():
-                ranks = range(self.world.rank, self.world.rank + self.world.local_size)
-                reports = self.meeting.reports(ranks)
+            present = self.meeting.may_go()
+            if present is not None:
+                machine = range(self.world.rank, self.world.rank + self.world.local_size)
+                reports = self.meeting.reports([rank for rank in present if rank in machine])
                 files = {name: file for report in reports.values() for name, file in _files(report).items()}
-                _put_in_place(self.transaction, files, self.is_stale, self.world.size, list(ranks))
+                _put_in_place(self.transaction, files, self.is_stale, self.world.size, list(reports))
             else:
                 _discard(self.transaction)
         except Exception as failure:

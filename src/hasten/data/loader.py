@@ -66,16 +66,8 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise ValueError(f"A torch DataLoader is needed, this is a {type(dataloader).__name__}.")
     world = current() if world is None else world
-    iterable = isinstance(dataloader.dataset, IterableDataset)
-    dispatch = iterable and put_on_device if dispatch_batches is None else dispatch_batches
-    if dispatch and not put_on_device:
-        raise ValueError(
-            "Using `dispatch_batches=True` requires `put_on_device=True`: the batches that are sent arrive on the device. Leave "
-            "the loader's device placement on, or set `dispatch_batches=False`."
-        )
     ranks = world.size if num_processes is None else num_processes
-    rank = world.rank if process_index is None else process_index
-    part, parts = data_part(rank, ranks, torch_device_mesh)
+    part, parts = data_part(world.rank if process_index is None else process_index, ranks, torch_device_mesh)
     if split_batches:
         check_divisible(_batch_size(dataloader), parts, "a `DataLoader`")
     replaced = _seedable(dataloader, data_seed) if use_seedable_sampler else {}
@@ -87,7 +79,7 @@ def prepare_data_loader(
         "_non_blocking": non_blocking,
         "world": world,
     }
-    if dispatch:
+    if _dispatches(dataloader, dispatch_batches, put_on_device):
         from hasten.data.dispatch import DataLoaderDispatcher
 
         fields |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "parts": parts}
@@ -98,9 +90,19 @@ def prepare_data_loader(
         fields["rng_types"] = [kind for kind in rng_types if generator is not None or not _is_generator(kind)]
         fields["synchronized_generator"] = generator
     if parts > 1 and not isinstance(get_sampler(dataloader), DistributedSampler):
-        share = _stream_part if iterable else _index_part
+        share = _stream_part if isinstance(dataloader.dataset, IterableDataset) else _index_part
         replaced |= share(dataloader, replaced, part, parts, split_batches, even_batches)
     return DataLoaderShard.adopt(dataloader, replaced, **fields)
+
+
+def _dispatches(dataloader: DataLoader[Any], wanted: bool | None, put_on_device: bool) -> bool:
+    """Whether rank 0 reads for all."""
+    if wanted and not put_on_device:
+        raise ValueError(
+            "Using `dispatch_batches=True` requires `put_on_device=True`: the batches that are sent arrive on the device. Leave "
+            "the loader's device placement on, or set `dispatch_batches=False`."
+        )
+    return put_on_device and isinstance(dataloader.dataset, IterableDataset) if wanted is None else wanted
 
 
 def _is_generator(kind: Any) -> bool:

@@ -127,7 +127,7 @@ class PreparedLoader(SkippableLoader):
     def _leave(self, position: Position, outer: tuple[Position | None, bool, int]) -> None:
         """Forget what belonged to this pass alone; a loop around it over the same loader goes on where it was."""
         self.skip_batches = self.indices.start = 0
-        position.running = False
+        self.indices.holds = position.running = False
         if outer[0] is not None and outer[0].running:
             self.progress.position, self.end_of_dataloader, self.remainder = outer
 
@@ -242,7 +242,7 @@ class PreparedLoader(SkippableLoader):
         """
         order = Order(self)
         generators = order.generators()
-        if "iteration" not in state_dict or len(state_dict.get("generators", ())) != len(generators):
+        if not {"iteration", "status"} <= state_dict.keys() or len(state_dict.get("generators", ())) != len(generators):
             raise ValueError(
                 f"This is not the state of a loader like this one: it has {sorted(state_dict)} with "
                 f"{len(state_dict.get('generators', ()))} generators, the loader has {len(generators)}. Build the loader with "

@@ -16,6 +16,8 @@ import torch
 from hasten.weights.memory import bytes_of
 
 BLOCK = 16 << 20  # bytes under one checksum: several threads can share the work, and damage is located
+_AHEAD = 16  # blocks that may wait for their checksum
+_SYNC_EVERY = 4  # blocks
 _SMALL = 1 << 16  # below this, collecting the bytes costs less than a call of the operating system for each piece
 
 
@@ -63,6 +65,7 @@ class Stream:
         self._parts: list[Any] = []  # the pieces of the block that is being filled
         self._filled = 0
         self._sums: list[Future[int]] = []
+        self._syncing: Future[None] | None = None
         self._size = 0
         self.written: Future[Written]
 
@@ -134,9 +137,16 @@ class Stream:
             view = view[count:]
 
     def _end_block(self) -> None:
-        if self._parts:
-            self._sums.append(self._workers.sums.submit(_crc32, self._parts))
-            self._parts, self._filled = [], 0
+        if not self._parts:
+            return
+        if len(self._sums) >= _AHEAD:
+            # The pieces that wait for their checksum are in memory: a writer that is faster must wait for them.
+            self._sums[-_AHEAD].result()
+        self._sums.append(self._workers.sums.submit(_crc32, self._parts))
+        self._parts, self._filled = [], 0
+        if len(self._sums) % _SYNC_EVERY == 0 and (self._syncing is None or self._syncing.done()):
+            # The disk shall work while there is more to write.
+            self._syncing = self._workers.syncs.submit(os.fsync, self._file.fileno())
 
     def _settle(self) -> Written:
         with self._file:

@@ -130,6 +130,10 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"safetensors files hold tensors only, but {name!r} is a {type(tensor).__name__}.")
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"{name!r} is sharded over several processes. Save whole tensors, as `get_state_dict` gives them."
+            )
         if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in CODES:
             kind = "on the meta device, without values" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             raise TypeError(
