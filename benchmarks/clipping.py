@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 
@@ -42,13 +43,14 @@ def measure(library: str) -> dict[str, float]:
             norm = own(parameters, 1.0)
         return norm
 
-    fill()
-    norm = ideal(1)
-    clipped = [parameter.grad.clone() for parameter in parameters]
-    fill()
-    own_norm = by_library(1)
-    if norm.item() != float(own_norm) or not all(map(torch.equal, clipped, [each.grad for each in parameters])):
-        raise Wrong(f"norm {float(own_norm)} instead of {norm.item()}, or other gradients")
+    def clipped(clip: Callable[[int], torch.Tensor]) -> tuple[float, torch.Tensor]:
+        fill()
+        norm = clip(1).item()
+        return norm, torch.stack([parameter.grad for parameter in parameters])
+
+    (norm, gradients), (own_norm, own_gradients) = clipped(ideal), clipped(by_library)
+    if norm != own_norm or not torch.equal(gradients, own_gradients):
+        raise Wrong(f"norm {own_norm} instead of {norm}, or other gradients")
     with Operations() as operations:
         by_library(1)
     with Operations() as ideal_operations:

@@ -142,7 +142,7 @@ def cases() -> dict[str, tuple[Operation, Tree, int]]:
 
 def measure(library: str) -> dict[str, float]:
     own = operations(library)
-    values = {}
+    values: dict[str, float] = {}
     for name, (by_hand, given, calls) in cases().items():
         by_library = own.get(name, by_hand)
         if not same(by_hand(given), by_library(given)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from benchmarks.loops import prepared_loop, raw_loop, same_weights
@@ -15,7 +17,7 @@ TURNS = 50
 
 def _measure(library: str, prefix: str, accumulation: int) -> dict[str, float]:
 
-    shape = {"width": WIDTH, "adam": True, "ddp": True}
+    shape: dict[str, Any] = {"width": WIDTH, "adam": True, "ddp": True}
     prepared = prepared_loop(library, BATCHES * RANKS, accumulation, **shape)
     raw = raw_loop(BATCHES * RANKS, accumulation, **shape)
     prepared.epoch()

@@ -39,7 +39,7 @@ def build(batches: int, width: int, adam: bool, sampler: bool = False) -> tuple[
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10_000)
     inputs = torch.randn(batches * BATCH, WIDTH)
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    own = DistributedSampler(dataset, shuffle=False) if sampler else None
+    own: DistributedSampler[Any] | None = DistributedSampler(dataset, shuffle=False) if sampler else None
     return model, optimizer, scheduler, DataLoader(dataset, batch_size=BATCH, sampler=own)
 
 

@@ -237,8 +237,10 @@ def test_ranks_that_do_not_exist_are_refused():
 
 def test_a_mesh_that_is_not_built_is_refused():
     for axis in ("dp_shard", "tp", "cp", "sp"):
-        with pytest.raises(NotImplementedError, match=rf"ParallelismConfig with {axis} > 1 is not built yet"):
+        with pytest.raises(NotImplementedError, match=rf"ParallelismConfig with settings for {axis} is not built yet"):
             Accelerator(parallelism_config=ParallelismConfig(**{f"{axis}_size": 2}))
+    with pytest.raises(NotImplementedError, match="ParallelismConfig with settings for tp is not built yet"):
+        Accelerator(parallelism_config=ParallelismConfig(tp_handler=object()))
 
 
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_left_behind():

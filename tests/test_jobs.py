@@ -49,10 +49,6 @@ def two_models() -> dict[str, Any]:
     )
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
-    seen: list[torch.dtype] = []
-    model.register_forward_pre_hook(
-        lambda *_: seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
-    )
     model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
     for step in range(4):
         with accelerator.accumulate(model):

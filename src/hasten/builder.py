@@ -18,7 +18,7 @@ from hasten.settings.handlers import (
     ProfileKwargs,
 )
 from hasten.settings.kwargs import KwargsHandler
-from hasten.settings.parallelism import ParallelismSizes
+from hasten.settings.parallelism import AXES, ParallelismSizes
 from hasten.settings.project import ProjectConfiguration
 from hasten.state.accelerator import AcceleratorState
 from hasten.world import process
@@ -175,10 +175,14 @@ def check_parallelism(config: Any, world: World) -> None:
         raise ValueError(
             f"parallelism_config={config!r} is not a ParallelismConfig, e.g. ParallelismConfig(dp_replicate_size=2)."
         )
-    others = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
+    others = [
+        axis
+        for axis in AXES
+        if axis != "dp_replicate" and (config.size(axis) > 1 or getattr(config, f"{axis}_handler", None) is not None)
+    ]
     if others:
         raise NotImplementedError(
-            f"ParallelismConfig with {', '.join(others)} > 1 is not built yet (areas: FSDP2, N-D parallelism). "
+            f"ParallelismConfig with settings for {', '.join(others)} is not built yet (areas: FSDP2, N-D parallelism). "
             "Only dp_replicate_size is."
         )
     if config.total_size not in (1, world.size):

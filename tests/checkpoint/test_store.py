@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hasten.checkpoint import meeting, state, store
+from hasten.checkpoint import meeting, roles, state, store
 from hasten.checkpoint.manifest import MANIFEST
 from hasten.world import process
 from hasten.world.process import World
@@ -300,7 +300,7 @@ def on_own_disks(folder: str, local_size: int, save_on_each_node: bool, seen: bo
     os.makedirs(where, exist_ok=True)
     os.chdir(where)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_sees", lambda path: path.is_dir() and f"machine-{machine}" in str(path))
+        patch.setattr(roles, "_sees", lambda path: path.is_dir() and f"machine-{machine}" in str(path))
         for _ in range(2):  # into a new folder, and over it
             state.save("ck", make(1), local, save_on_each_node=save_on_each_node)
     store.verify("ck", checksums=True)

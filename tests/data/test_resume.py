@@ -33,6 +33,14 @@ class ShuffledStream(IterableDataset[int]):
         yield from torch.randperm(SIZE, generator=self.generator).tolist()
 
 
+class DrawingStream(IterableDataset[Any]):
+    """Each sample is drawn from torch's generator when it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(SIZE):
+            yield torch.rand(())
+
+
 class ShuffledBatches:
     """A batch sampler that draws from Python's and numpy's generators."""
 
@@ -312,6 +320,25 @@ def test_a_state_is_not_changed_by_going_on():
             kept = through_a_file(state)
     assert state["batches"] == kept["batches"] == 1
     assert torch.equal(state["order"]["torch"], kept["order"]["torch"])
+
+
+@pytest.mark.parametrize("settings", [{}, DISPATCH])
+def test_a_stream_that_draws_continues_if_the_loop_does_not_draw(settings: dict[str, Any]):
+    def run(state: Any = None, states: Any = None) -> Any:
+        torch.manual_seed(3)
+        loader: Any = prepare_data_loader(DataLoader(DrawingStream(), batch_size=BATCH), **settings)
+        if state is not None:
+            loader.load_state_dict(state)
+            torch.set_rng_state(states)
+        log, saved = [], []
+        for batch in loader if state is None else skip_first_batches(loader, state["batches"]):
+            log.append(batch.tolist())
+            saved.append((loader.state_dict(), torch.get_rng_state()))
+        return log, saved
+
+    log, saved = run()
+    for number, checkpoint in enumerate(saved, 1):
+        assert run(*checkpoint)[0] == log[number:]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "own class", "stream"])

@@ -33,14 +33,27 @@ def test_an_index_source_draws_before_it_is_asked():
             return draw()
 
     source = IndexSource(Lazy())
-    assert not source.draw(1)
     source.holds = True
     indices = iter(source)
     assert drawn == []
-    assert source.draw(2)
+    assert source.draw(2, otherwise=drawn.clear)
     assert drawn == [0, 1]
     assert list(indices) == [[0], [1], [2], [3]]
     assert not source.holds
+
+
+def test_a_pass_that_asks_late_says_when_it_has_drawn():
+    events: list[str] = []
+    source = IndexSource([[0], [1]])
+    source.holds = True
+    assert not source.draw(2, otherwise=lambda: events.append("drawn"))
+    indices = iter(source)
+    assert events == []
+    assert next(indices) == [0]
+    assert events == ["drawn"]
+    assert list(indices) == [[1]]
+    assert list(source) == [[0], [1]]
+    assert events == ["drawn"]
 
 
 def test_an_index_source_notes_the_first_batch():

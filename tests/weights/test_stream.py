@@ -1,4 +1,7 @@
+import os
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,3 +73,47 @@ def test_a_sync_that_fails_is_reported(tmp_path, workers, monkeypatch):
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
         write(tmp_path / "f", workers, [b"a"])
+
+
+def test_long_files_are_synced_while_they_are_written(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(stream, "BLOCK", 100_000)
+    order, sync = [], os.fsync
+    monkeypatch.setattr("os.fsync", lambda descriptor: (order.append("sync"), sync(descriptor)))
+    with Stream(tmp_path / "f", workers) as file:
+        for _ in range(stream._SYNC_EVERY):
+            file.write(b"x" * 100_000)
+        file._syncs[0].result()
+        order.append("written")
+    assert file.written.result().size == stream._SYNC_EVERY * 100_000
+    assert order == ["sync", "written", "sync"]
+
+
+def test_an_early_sync_that_fails_is_reported(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(stream, "BLOCK", 100_000)
+    sync, calls = os.fsync, []
+
+    def fails_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", fails_once)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "f", workers, [b"x" * 100_000] * stream._SYNC_EVERY)
+
+
+def test_a_fast_writer_waits_for_the_checksums(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr(stream, "BLOCK", 100_000)
+    monkeypatch.setattr(stream, "_AHEAD", 2)
+    monkeypatch.setattr(workers, "sums", ThreadPoolExecutor(1))
+    gate = threading.Event()
+    workers.sums.submit(gate.wait)
+    opener = threading.Timer(0.05, gate.set)
+    with Stream(tmp_path / "f", workers) as file:
+        file.write(b"x" * 200_000)
+        opener.start()
+        file.write(b"x" * 100_000)
+        assert gate.is_set()
+    opener.join()
+    assert file.written.result() == expected(b"x" * 300_000, 100_000)

@@ -11,12 +11,29 @@ import socket
 import time
 from pathlib import Path
 
+from hasten.checkpoint import commit
+
 logger = logging.getLogger(__name__)
 
 _ABANDONED = (
     3600.0  # seconds without a change after which a folder of a process that cannot be asked counts as left behind
 )
 _NAME = re.compile(r"\.(?P<target>.*)\.partial-(?P<host>[^.]*)\.(?P<pid>\d+)\.[0-9a-f]{8}")
+
+
+def open_temporary(target: Path) -> Path:
+    """Make the folder for what is to become `target`: inside it if it exists, else beside it."""
+    commit.make_folder(target.parent)
+    remove_leftovers(target)
+    if target.is_dir():
+        commit.finish(target)
+    elif target.exists():
+        raise NotADirectoryError(
+            f"{target} is a file, but a folder is needed: choose another name, or remove the file."
+        )
+    temporary = (target if target.is_dir() else target.parent) / temporary_name(target)
+    temporary.mkdir()
+    return temporary
 
 
 def temporary_name(target: Path) -> str:

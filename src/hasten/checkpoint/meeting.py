@@ -22,10 +22,8 @@ from typing import Any
 
 from hasten.world.process import World
 
-PATIENCE = (
-    3.0  # seconds without anybody joining after which the main process goes on, although others took part last time
-)
-SHORT_PATIENCE = 0.25  # the same, once those that took part last time have joined
+# Seconds without anybody joining after which the main process goes on; the short one, once as many have joined as last time.
+PATIENCE, SHORT_PATIENCE = 3.0, 0.25
 _IN, _OUT = "in", "out"
 _KEPT = 4  # saves whose keys stay
 
@@ -95,15 +93,18 @@ class Meeting:
     def join(self, label: str) -> tuple[dict[str, Any], bool]:
         """Find the main process's save of this label and join it. Returns its record and whether it is still open.
 
-        Saves that the main process made alone are passed over. If it makes no other one, the latest is taken for this one:
-        ranks may name their folders differently.
+        Saves that the main process has made alone are passed over, if it soon begins another one. Otherwise the latest is taken
+        for this one: this process is late, or the ranks name their folders differently.
         """
         seen = self._get_if_there(f"seen/{self.world.rank}", numbered=False) or 0
         number = self._add("saves", 0)
         if number <= seen:
             number += 1
             self._await(f"{number}/open", "begin a save")
-        while (record := self._get(f"{number}/open"))["label"] != label and (later := self._save_after(number)):
+        while not self._is_meant((record := self._get(f"{number}/open")), number, label):
+            later = self._save_after(number)
+            if later == 0:
+                break
             number = later
         self.number = number
         self._set(f"seen/{self.world.rank}", number, numbered=False)
@@ -144,6 +145,11 @@ class Meeting:
         self._await(f"{self.number}/result", "finish a save")
         error: str | None = self._get(f"{self.number}/result")
         return error
+
+    def _is_meant(self, record: dict[str, Any], number: int, label: str) -> bool:
+        """Whether a save is surely the one that this process is called for: it has the label, and is open or has just failed."""
+        closed = self._store.check([self._key(f"{number}/result")])
+        return record["label"] == label and ("error" in record or not closed)
 
     def _save_after(self, number: int) -> int:
         """The number of a save that begins after this one, soon after its end; 0 if there is none."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from hasten.checkpoint import commit
+from hasten.checkpoint.leftovers import open_temporary
 from hasten.checkpoint.manifest import MANIFEST, Manifest
-from hasten.checkpoint.store import open_temporary
 from hasten.weights.layout import SAFE_WEIGHTS, WEIGHTS, Layout, plan_layout
 from hasten.weights.names import clean_state_dict_for_safetensors
 from hasten.weights.write import FolderWriter

@@ -121,7 +121,8 @@ class DataLoaderDispatcher(PreparedLoader):
             return self.read(number)
         batches = self.read(0)
         self._first = next(batches, None)
-        return islice(batches, number - 1, None)
+        next(islice(batches, number - 1, number - 1), None)
+        return batches
 
     def _first_batch(self) -> Any:
         if self._first is None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hasten.collectives.nested import send_to_device
 from hasten.data.order import Order
-from hasten.data.randomness import State, capture, rewound
+from hasten.data.randomness import State, capture, restore, rewound
 from hasten.data.resume import FetchWatch, Position, Progress
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, set_sampler
 from hasten.data.skippable import SkippableLoader
@@ -142,13 +142,15 @@ class PreparedLoader(SkippableLoader):
             return batches, next(batches, END)
         ahead = resumed["ahead"] if position.batches == resumed["batches"] else None
         # What the checkpoint restored stays as it is: an uninterrupted run would not draw the order now.
-        with rewound(resumed["order"], generators):
+        with rewound({**(ahead or {}), **resumed["order"]}, generators):
             self._synchronize(order)
             position.order, position.draws_seed = capture(kinds, generators), resumed["draws_seed"]
             self.indices.holds = True
             batches = self._open(position)
-            if self.is_iterable or not self.indices.draw(self._batches_per_step()):
+            if self.is_iterable:
                 return batches, _fetch_again(batches, ahead)
+            if not self.indices.draw(self._batches_per_step(), otherwise=lambda: restore(ahead or {})):
+                return batches, next(batches, END)
             self._after_order()
         return batches, _fetch_again(batches, ahead)
 

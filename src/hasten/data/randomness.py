@@ -27,7 +27,7 @@ def restore(state: State, generators: Sequence[torch.Generator] = ()) -> None:
     for kind, value in state.items():
         if kind != "generators":
             _RESTORE[kind](value)
-    for generator, value in zip(generators, state["generators"], strict=False):
+    for generator, value in zip(generators, state.get("generators", ()), strict=False):
         generator.set_state(value)
 
 

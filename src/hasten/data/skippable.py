@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -27,11 +27,14 @@ class IndexSource:
         self.notes_first = False
         self.first: Any = None
         self._open: HeldIndices | None = None
+        self._then: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        indices = (
-            self._noting_first() if self.notes_first and self.start > 0 else batches_from(self.batches, self.start)
-        )
+        noting = self.notes_first and self.start > 0
+        indices = self._noting_first() if noting else batches_from(self.batches, self.start)
+        if self._then is not None:
+            then, self._then = self._then, None
+            return _calling(indices, then)
         if not self.holds:
             return indices
         self._open = HeldIndices(indices)
@@ -45,14 +48,27 @@ class IndexSource:
         self.first = next(indices, None)
         yield from islice(indices, self.start - 1, None)
 
-    def draw(self, count: int) -> bool:
-        """Take `count` batches of indices from the sampler now, for later; False if the pass has not asked for indices yet."""
+    def draw(self, count: int, otherwise: Callable[[], None]) -> bool:
+        """Take `count` batches of indices from the sampler now, for later.
+
+        Returns:
+            Whether that was possible. If the pass has not asked for indices yet, `otherwise` is called as soon as it has got
+            its first.
+        """
         self.holds = False
         opened, self._open = self._open, None
         if opened is None:
+            self._then = otherwise
             return False
         opened.held.extend(islice(opened.indices, count))
         return True
+
+
+def _calling(indices: Iterator[Any], then: Callable[[], None]) -> Iterator[Any]:
+    for batch in islice(indices, 1):
+        then()
+        yield batch
+    yield from indices
 
 
 class HeldIndices:
@@ -119,7 +135,9 @@ class SkippableLoader(LoaderOverIndices):
         """The batches of one pass after the first `skip`, as torch gives them."""
         self.indices.start = 0 if self.is_iterable else skip
         batches = super().__iter__()
-        return batches if not self.is_iterable or skip == 0 else islice(batches, skip, None)
+        if self.is_iterable:
+            next(islice(batches, skip, skip), None)
+        return batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skip = self.skip_batches

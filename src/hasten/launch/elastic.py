@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from hasten.launch.local import say, supervise
 from hasten.launch.network import Route, route_to, why_unreachable
 from hasten.launch.ports import HeldPort, take_port
+from hasten.launch.spec import LOCALHOST
 from hasten.settings import environment
 from hasten.settings.schema import BY_NAME
 from hasten.settings.values import write
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from hasten.launch.spec import LaunchSpec
 
 # Settings that torch.distributed.run takes under their own names.
-_PASSED = ("rdzv_id", "rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role")
+_PASSED = ("rdzv_id", "max_restarts", "monitor_interval", "tee", "log_dir", "role")
+_BUILT_IN = ("static", "c10d")  # rendezvous that need no server besides
 PATIENCE = 30.0  # seconds before the user is told that machines are missing
 
 
@@ -29,7 +32,7 @@ def run_distributed(spec: LaunchSpec) -> int:
     """Start torch.distributed.run, wait for it, and return its exit code. Neither it nor a process of its outlives us."""
     if spec.machines[1] > 1:
         return _join(spec)
-    if spec.port is None or spec.value("rdzv_backend") not in ("static", "c10d"):
+    if spec.port is None or spec.value("rdzv_backend") not in _BUILT_IN:
         return _run(spec)
     port, note = take_port(spec.port)
     with port:
@@ -41,31 +44,29 @@ def run_distributed(spec: LaunchSpec) -> int:
 def _join(spec: LaunchSpec) -> int:
     """Take part in a job of several machines."""
     route = route_to(spec.address)
+    static = spec.value("rdzv_backend") == "static"
     if route is None:
-        say(spec, f"the main machine, {spec.address}, is not known here, or there is no way to it yet")
-    elif route.interface and environment.raw("GLOO_SOCKET_IFNAME") is None:
-        # gloo would take the address of the host name, which need not have one, or one that others cannot reach
-        spec = spec._replace(environment={**spec.environment, "GLOO_SOCKET_IFNAME": route.interface})
-    if route and not route.home and spec.value("machine_rank") == 0 and spec.value("rdzv_backend") == "static":
+        say(spec, f"{spec.address} (main_process_ip) is not known on this machine, or there is no way to it yet")
+    elif static and spec.machine_rank == 0 and not route.home:
         say(
             spec,
-            f"this is to be machine 0, but {spec.address} (main_process_ip) is no address of it; mind --machine_rank",
+            f"this is to be machine 0, but {spec.address} (main_process_ip) is no address of it: mind --machine_rank",
         )
-    patience = threading.Timer(PATIENCE, _tell_what_is_missing, (spec,))
-    patience.daemon = True
-    patience.start()
+    ended = threading.Event()
+    threading.Thread(target=_tell_who_is_missing, args=(spec, ended), daemon=True).start()
     try:
-        with _store_host(spec, route) as hosts:
+        with _rendezvous_host(spec, route) as hosts:
             return _run(spec, route, hosts)
     finally:
-        patience.cancel()
+        ended.set()
 
 
 @contextmanager
-def _store_host(spec: LaunchSpec, route: Route | None) -> Iterator[bool | None]:
-    """Whether this is the launch to host the c10d rendezvous; None: torch.distributed.run finds out by itself.
+def _rendezvous_host(spec: LaunchSpec, route: Route | None) -> Iterator[bool | None]:
+    """Whether this launch is to host the c10d rendezvous; None: torch.distributed.run finds out by itself.
 
-    Its own way is to compare the host name's addresses with the given one, which fails if the name has none, or a loopback one.
+    Its own way is to look for the given address among those of the host name, which has none on some machines, and a loopback
+    address on many.
     """
     if route is None or spec.value("rdzv_backend") != "c10d":
         yield None
@@ -80,27 +81,55 @@ def _store_host(spec: LaunchSpec, route: Route | None) -> Iterator[bool | None]:
         yield route.home
 
 
-def _tell_what_is_missing(spec: LaunchSpec) -> None:
-    """Print a note if the processes of this machine have not been started yet, for want of the other machines."""
-    import psutil
-
-    try:
-        if any(process.ppid() != os.getpid() for process in psutil.Process().children(recursive=True)):
-            return  # torch.distributed.run has started processes, so all machines have met
-    except psutil.Error:
-        return  # one has ended while we looked
+def _tell_who_is_missing(spec: LaunchSpec, ended: threading.Event) -> None:
+    """Print a note if this machine's processes are not started for a while, for want of the other machines."""
+    deadline = time.monotonic() + PATIENCE
+    while not ended.wait(1.0):
+        if _has_grandchildren():  # torch.distributed.run has started them, so all machines have met
+            return
+        if time.monotonic() >= deadline:
+            break
+    else:
+        return
     low, high = spec.machines
     obstacle = why_unreachable(spec.address, spec.port or 0)
-    reason = f"; here it cannot be reached: {obstacle}" if obstacle else ""
     say(
         spec,
-        f"still waiting for the other machines: {low if low == high else f'{low} to {high}'} are to meet at "
-        f"{spec.address}:{spec.port}{reason}. Each needs the same command, with a --machine_rank of its own.",
+        f"still waiting for other machines. {low if low == high else f'{low} to {high}'} are to meet at "
+        f"{spec.address}:{spec.port}{f', which cannot be reached from here ({obstacle})' if obstacle else ''}; each needs the "
+        "same command, with a --machine_rank of its own",
     )
 
 
+def _has_grandchildren() -> bool:
+    import psutil
+
+    try:
+        return any(process.ppid() != os.getpid() for process in psutil.Process().children(recursive=True))
+    except psutil.Error:  # one has ended while we looked
+        return False
+
+
 def _run(spec: LaunchSpec, route: Route | None = None, hosts: bool | None = None) -> int:
-    return supervise(spec, [(None, distributed_command(spec, route, hosts), spec.environment)])
+    variables = {**spec.environment, **_variables(spec, route)}
+    return supervise(spec, [(None, distributed_command(spec, route, hosts), variables)])
+
+
+def _variables(spec: LaunchSpec, route: Route | None) -> dict[str, str]:
+    """What torch needs beyond the command line, unless the user has set it."""
+    wanted = {}
+    if route is not None and route.interface:
+        # gloo would take the address of the host name, which need not have one, or one that others cannot reach
+        wanted["GLOO_SOCKET_IFNAME"] = route.interface
+    if _starts_again(spec):
+        # else processes that have been started again find the addresses of the ended ones in the store, and wait for them
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return {name: text for name, text in wanted.items() if environment.raw(name) is None}
+
+
+def _starts_again(spec: LaunchSpec) -> bool:
+    low, high = spec.machines
+    return low != high or bool(spec.value("max_restarts"))
 
 
 def distributed_command(spec: LaunchSpec, route: Route | None = None, hosts: bool | None = None) -> list[str]:
@@ -108,7 +137,7 @@ def distributed_command(spec: LaunchSpec, route: Route | None = None, hosts: boo
 
     Args:
         spec: the launch.
-        route: the way from this machine to the main one, where it is known.
+        route: the way from this machine to the main one, where there are several and it is known.
         hosts: whether this launch hosts the c10d rendezvous; None: not said.
     """
     low, high = spec.machines
@@ -118,26 +147,43 @@ def distributed_command(spec: LaunchSpec, route: Route | None = None, hosts: boo
     }
     for name in _PASSED:
         value = spec.value(name)
-        if name == "rdzv_conf" and hosts is not None and "is_host" not in dict(value):
-            value = (*value, ("is_host", int(hosts)))
         if value != BY_NAME[name].default:
             options[name] = write(BY_NAME[name], value)
-    options |= _meeting_place(spec)
-    if route is not None and spec.value("rdzv_backend") != "static":
-        options["local_addr"] = route.address  # else the others are told the host name, which they may not know
+    options |= _meeting_place(spec, route)
+    if pairs := _rendezvous_options(spec, hosts):
+        options["rdzv_conf"] = write(BY_NAME["rdzv_conf"], tuple(pairs.items()))
     flags = [f"--{name}={text}" for name, text in options.items()]
     if spec.value("no_python"):
         flags.append("--no_python")
-    return [sys.executable, "-m", "torch.distributed.run", *flags, *spec.program]
+    agent = "hasten.world.agent" if _is_watched(spec) else "torch.distributed.run"
+    return [sys.executable, "-m", agent, *flags, *spec.program]
 
 
-def _meeting_place(spec: LaunchSpec) -> dict[str, str]:
+def _is_watched(spec: LaunchSpec) -> bool:
+    """Whether the machines are to hear of each other's end."""
+    return spec.machines[1] > 1 and spec.value("rdzv_backend") in _BUILT_IN
+
+
+def _meeting_place(spec: LaunchSpec, route: Route | None) -> dict[str, str]:
     """How the machines, or the processes of the only machine, find each other."""
     backend = spec.value("rdzv_backend")
-    alone = spec.machines[1] == 1
-    if alone and spec.port is None and backend in ("static", "c10d"):
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}  # its agent takes a free port and keeps it
-    if backend == "static" and (alone or spec.value("same_network")):
-        return {"node_rank": str(spec.machine_rank), "master_addr": spec.address, "master_port": str(spec.port)}
-    place = {"rdzv_backend": backend, "rdzv_endpoint": f"{spec.address}:{spec.port}"}
-    return {**place, "node_rank": str(spec.machine_rank)} if backend == "static" else place
+    place = f"{spec.address}:{spec.port}"
+    if _is_watched(spec):
+        backend = f"hasten-{backend}"
+    elif backend in _BUILT_IN:
+        if spec.port is None:
+            place = "localhost:0"  # its agent takes a free port and keeps it
+        elif backend == "static" and not _starts_again(spec):
+            return {"node_rank": "0", "master_addr": spec.address, "master_port": str(spec.port)}
+        return {"rdzv_backend": "c10d", "rdzv_endpoint": place, "local_addr": LOCALHOST}
+    address = {"local_addr": route.address} if route else {}  # else the others are told the host name
+    return {"rdzv_backend": backend, "rdzv_endpoint": place, **address}
+
+
+def _rendezvous_options(spec: LaunchSpec, hosts: bool | None) -> dict[str, str]:
+    pairs = dict(spec.value("rdzv_conf"))
+    if hosts is not None:
+        pairs.setdefault("is_host", str(int(hosts)))
+    if spec.value("rdzv_backend") == "static" and _is_watched(spec):
+        pairs["rank"] = str(spec.machine_rank)
+    return pairs

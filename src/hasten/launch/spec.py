@@ -231,7 +231,8 @@ def _engine(settings: Mapping[str, Value], total: int, machines: int) -> str:
 def _check_machines(settings: Mapping[str, Value]) -> None:
     """Refuse what cannot find the other machines."""
     low, high = settings["num_machines"].value
-    rank, port, backend = (settings[name] for name in ("machine_rank", "main_process_port", "rdzv_backend"))
+    names = ("machine_rank", "main_process_port", "rdzv_backend", "max_restarts")
+    rank, port, backend, restarts = (settings[name] for name in names)
     if rank.value is not None and rank.value >= high:
         raise ValueError(
             f"{_named('machine_rank', rank)}, but there are {high} machines ({settings['num_machines'].where}): ranks go "
@@ -244,6 +245,11 @@ def _check_machines(settings: Mapping[str, Value]) -> None:
         needed.append("machine_rank")
         if low != high:
             raise ValueError(f"num_machines {low}:{high} is elastic, which needs --rdzv_backend c10d (or etcd).")
+        if restarts.value:
+            raise ValueError(
+                f"{_named('max_restarts', restarts)}: several machines can only start again together if they meet anew, which "
+                "needs --rdzv_backend c10d (or etcd)."
+            )
     missing = [f"--{name}" for name in needed if settings[name].value is None]
     if missing:
         raise ValueError(

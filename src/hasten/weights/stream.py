@@ -65,7 +65,7 @@ class Stream:
         self._parts: list[Any] = []  # the pieces of the block that is being filled
         self._filled = 0
         self._sums: list[Future[int]] = []
-        self._syncing: Future[None] | None = None
+        self._syncs: list[Future[None]] = []
         self._size = 0
         self.written: Future[Written]
 
@@ -78,11 +78,12 @@ class Stream:
             self._end_block()
             self.written = self._workers.syncs.submit(self._settle)
             return
-        self.close()
-        # The memory under these sums may go as soon as the error is handled.
-        for future in self._sums:
+        # The memory under the sums may go as soon as the error is handled, and the file is to be closed.
+        background: list[Future[Any]] = [*self._sums, *self._syncs]
+        for future in background:
             if not future.cancel():
                 future.exception()
+        self.close()
 
     def write(self, data: Any) -> int:
         """Append bytes that may be gone after the call, unless they lie in the memory of the object that is held."""
@@ -144,12 +145,14 @@ class Stream:
             self._sums[-_AHEAD].result()
         self._sums.append(self._workers.sums.submit(_crc32, self._parts))
         self._parts, self._filled = [], 0
-        if len(self._sums) % _SYNC_EVERY == 0 and (self._syncing is None or self._syncing.done()):
+        if len(self._sums) % _SYNC_EVERY == 0 and all(future.done() for future in self._syncs):
             # The disk shall work while there is more to write.
-            self._syncing = self._workers.syncs.submit(os.fsync, self._file.fileno())
+            self._syncs.append(self._workers.syncs.submit(os.fsync, self._file.fileno()))
 
     def _settle(self) -> Written:
         with self._file:
+            for future in self._syncs:  # an error is reported once: the last sync may not know of it
+                future.result()
             os.fsync(self._file.fileno())
         written = Written(self._size, tuple(future.result() for future in self._sums))
         self._holding = None
