@@ -318,3 +318,13 @@ def test_names_of_state_files():
         "my_optimizer.bin",
     ):
         assert not state.is_state_file(name)
+
+
+def test_what_is_not_loaded_is_told(tmp_path, caplog):
+    contents = make(1)
+    save(tmp_path / "ck", contents, ALONE)
+    fewer = replace(contents, optimizers=contents.optimizers[:1], schedulers=[])
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path / "ck", fewer, ALONE)
+    assert "optimizer_1.bin is not loaded: there are only 1 such objects now." in caplog.text
+    assert "scheduler" not in caplog.text

@@ -52,7 +52,7 @@ def test_learns_and_leaves_its_files(processes: int, uninterrupted: Callable[[in
     assert [step for step, _ in history["validation"]] == [0, *range(7, STEPS, 7), STEPS]
     first, last = history["validation"][0][1], history["validation"][-1][1]
     assert first == pytest.approx(math.log(256), abs=0.1)  # nothing is known yet: 256 equally likely bytes
-    assert last < 3.2
+    assert last < 3.5
     assert f"{processes} processes, 30,176 parameters, step 0 of {STEPS}" in output
     final = f"final losses: training {history['train'][-1][1]!r}, validation {last!r}"
     assert output.splitlines()[-1] == final

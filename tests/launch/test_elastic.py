@@ -18,7 +18,9 @@ TWO = {"num_machines": 2, "main_process_ip": "host", "main_process_port": 4000, 
 def command(script=sys.executable, arguments=("x",), **flags) -> list[str]:
     settings = resolve(NAMES, flags={"use_cpu": True, **flags}, environ={})
     words = distributed_command(plan(settings, script, arguments, Machine(cores=4), {}))
-    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    several = "hasten" in words[2]
+    assert words[:3] == [sys.executable, "-m", "hasten.world.agent" if several else "torch.distributed.run"]
+    assert several == any(word.startswith("--rdzv_backend=hasten-") for word in words)
     return words[3:]
 
 
@@ -27,29 +29,35 @@ def command(script=sys.executable, arguments=("x",), **flags) -> list[str]:
     [
         (
             {"max_restarts": 3, "num_processes": 2},
-            "--nnodes=1 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_endpoint=localhost:0",
+            "--nnodes=1 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 "
+            "--local_addr=127.0.0.1",
         ),
         (
             {"max_restarts": 1, "main_process_port": 4000},
-            "--nnodes=1 --nproc_per_node=1 --max_restarts=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=4000",
+            "--nnodes=1 --nproc_per_node=1 --max_restarts=1 --rdzv_backend=c10d --rdzv_endpoint=127.0.0.1:4000 "
+            "--local_addr=127.0.0.1",
+        ),
+        (
+            {"tee": "3", "main_process_port": 4000},
+            "--nnodes=1 --nproc_per_node=1 --tee=3 --node_rank=0 --master_addr=127.0.0.1 --master_port=4000",
         ),
         (
             {**TWO, "machine_rank": 1},
-            "--nnodes=2 --nproc_per_node=2 --rdzv_backend=static --rdzv_endpoint=host:4000 --node_rank=1",
+            "--nnodes=2 --nproc_per_node=2 --rdzv_backend=hasten-static --rdzv_endpoint=host:4000 --rdzv_conf=rank=1",
         ),
         (
             {**TWO, "machine_rank": 1, "same_network": True},
-            "--nnodes=2 --nproc_per_node=2 --node_rank=1 --master_addr=host --master_port=4000",
+            "--nnodes=2 --nproc_per_node=2 --rdzv_backend=hasten-static --rdzv_endpoint=host:4000 --rdzv_conf=rank=1",
         ),
         (
             {**TWO, "num_machines": "1:4", "rdzv_backend": "c10d", "rdzv_id": "job7", "rdzv_conf": "timeout=3,a=b"},
-            "--nnodes=1:4 --nproc_per_node=1 --rdzv_id=job7 --rdzv_conf=timeout=3,a=b --rdzv_backend=c10d "
-            "--rdzv_endpoint=host:4000",
+            "--nnodes=1:4 --nproc_per_node=1 --rdzv_id=job7 --rdzv_backend=hasten-c10d --rdzv_endpoint=host:4000 "
+            "--rdzv_conf=timeout=3,a=b",
         ),
         (
             {"tee": "3", "log_dir": "logs", "role": "trainer", "monitor_interval": 0.5},
             "--nnodes=1 --nproc_per_node=1 --monitor_interval=0.5 --tee=3 --log_dir=logs --role=trainer --rdzv_backend=c10d "
-            "--rdzv_endpoint=localhost:0",
+            "--rdzv_endpoint=localhost:0 --local_addr=127.0.0.1",
         ),
     ],
 )

@@ -66,6 +66,7 @@ class Alone:
         self.transaction = Transaction(target, open_temporary(target), leads=True, is_main=True)
 
     def end(self, error: BaseException | None) -> None:
+        """Finish the save; see `Role`."""
         if error is not None:
             _discard(self.transaction)
             return
@@ -94,6 +95,7 @@ class Main:
         self.meeting.open({"label": label, "target": str(target), "temporary": str(temporary)})
 
     def end(self, error: BaseException | None) -> None:
+        """Finish the save; see `Role`."""
         problem = None if error is None else _told(0, error)
         try:
             if error is None:
@@ -169,6 +171,7 @@ class Member:
         return opened
 
     def end(self, error: BaseException | None) -> None:
+        """Finish the save; see `Role`."""
         if not self.in_time:
             self._add_late(error)
             return

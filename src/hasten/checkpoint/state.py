@@ -271,6 +271,14 @@ def _read_shared(
     for index, scheduler in enumerate(contents.schedulers):
         path = _existing(folder, numbered(SCHEDULER_NAME, index), scheduler)
         scheduler.load_state_dict(read_torch(path, **options))
+    for name, items in (
+        (SAFE_WEIGHTS_NAME, models),
+        (OPTIMIZER_NAME, contents.optimizers),
+        (SCHEDULER_NAME, contents.schedulers),
+    ):
+        following = folder / numbered(name, len(items))
+        if items and following.exists():
+            logger.warning("%s is not loaded: there are only %d such objects now.", following, len(items))
     if contents.scaler is not None:
         path = _existing(folder, SCALER_NAME, contents.scaler)
         contents.scaler.load_state_dict(read_torch(path, **options))
@@ -289,7 +297,7 @@ def _read_model(folder: Path, index: int, model: torch.nn.Module, device: Any, o
 
 
 def _read_optimizer(path: Path, optimizer: Any, options: dict[str, Any]) -> None:
-    if torch.device(options["map_location"]).type != "cpu":
+    if options["map_location"] not in ("cpu", torch.device("cpu")):
         optimizer.load_state_dict(read_torch(path, **options))
         return
     options = {name: value for name, value in options.items() if name != "map_location"}

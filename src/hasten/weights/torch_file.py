@@ -101,7 +101,10 @@ class _Move:
         view = memoryview(bytes_of(place))
         self._file.seek(source.data_ptr() - self._start)
         while len(view):
-            view = view[self._file.readinto(view) :]
+            count = self._file.readinto(view)
+            if not count:
+                raise RuntimeError(f"{self._file.name} ends too early: it is damaged.")
+            view = view[count:]
         return place
 
 
