@@ -563,7 +563,8 @@ class Accelerator(ProcessView):
         Args:
             input_dir: the folder; without it the newest complete one, under automatic checkpoint naming.
             load_kwargs: arguments of `torch.load` for optimizers, schedulers and the scaler.
-            load_model_func_kwargs: arguments for loading models, e.g. `strict=False`; and `map_location`: None, "cpu" or "on_device".
+            load_model_func_kwargs: arguments for loading models, e.g. `strict=False`, and `map_location`: None, "cpu" or
+                "on_device".
 
         Raises:
             ValueError: there is no such checkpoint.

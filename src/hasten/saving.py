@@ -25,7 +25,7 @@ def contents_of(session: Session) -> Contents:
     if scaling is not None:
         scaling.settle()
     return Contents(
-        models=session.models,
+        models=[session.engine.unwrap(model) for model in session.models],
         optimizers=session.optimizers,
         schedulers=session.schedulers,
         dataloaders=session.dataloaders,
@@ -90,10 +90,9 @@ def load_state(
         folder = retention.newest(retention.folder_of_all(_project_dir(project)))
     else:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    contents = contents_of(session)
     found = state.load(
         folder,
-        Contents(**{**vars(contents), "models": [session.engine.unwrap(one) for one in session.models]}),
+        contents_of(session),
         session.world,
         hooks=list(session.load_hooks.values()),
         load_kwargs=load_kwargs,

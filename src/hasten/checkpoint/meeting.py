@@ -147,9 +147,14 @@ class Meeting:
         return error
 
     def _is_meant(self, record: dict[str, Any], number: int, label: str) -> bool:
-        """Whether a save is surely the one that this process is called for: it has the label, and is open or has just failed."""
+        """Whether a save is surely the one that this process is called for: it has the label, and is open or has failed.
+
+        One that has succeeded without this process may be one that the main process made alone.
+        """
+        if record["label"] != label:
+            return False
         closed = self._store.check([self._key(f"{number}/result")])
-        return record["label"] == label and ("error" in record or not closed)
+        return "error" in record or not closed or self._get(f"{number}/result") is not None
 
     def _save_after(self, number: int) -> int:
         """The number of a save that begins after this one, soon after its end; 0 if there is none."""
