@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.counts import Operations
+from benchmarks.counts import Operations, count_calls
 from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
 
 PARAMETERS = 200
@@ -55,11 +55,13 @@ def measure(library: str) -> dict[str, float]:
         by_library(1)
     with Operations() as ideal_operations:
         ideal(1)
+    calls, ideal_calls = count_calls(lambda: by_library(1)), count_calls(lambda: ideal(1))
     turns = take_turns(ideal, by_library, TURNS)
     return {
         "ratio": turns.ratio,
         "us": turns.library_s / CALLS * 1e6,
         "extra_us": (turns.library_s - turns.ideal_s) / CALLS * 1e6,
+        "calls": calls.python - ideal_calls.python,
         "operations": operations.aten - ideal_operations.aten,
     }
 
@@ -71,6 +73,7 @@ BENCHMARK = Benchmark(
         Figure("over torch's foreach", "ratio", 1.01, 3),
         Figure("us per call", "us", digits=1),
         Figure("extra us per call", "extra_us", digits=1),
+        Figure("extra Python calls", "calls", digits=0),
         Figure("extra ATen operations", "operations", 0, 0),
     ],
     [Part("clip", measure)],
