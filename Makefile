@@ -31,7 +31,7 @@ check: $(VENV)/.ready
 	$(BIN)/lint-imports
 
 bench: $(BENCH)/.ready
-	for figure in import_time prepared_loop loader ddp_step launch; do $(BENCH)/bin/python benchmarks/$$figure.py || exit 1; done
+	$(BENCH)/bin/python -m benchmarks
 
 $(BENCH)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(BENCH)
