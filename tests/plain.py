@@ -1,6 +1,8 @@
 """What a parity test compares with: a tiny model, a tiny dataset, and the plain PyTorch loop over them."""
 
 from collections.abc import Callable, Iterable, Sized
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,23 @@ class TinyMLP(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.down(functional.relu(self.up(inputs)))
+
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+
+
+def parts(batch: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
+    """A model, its optimizer, a loader and a scheduler that halves the rate, none of them prepared."""
+    model = TinyMLP()
+    optimizer = sgd(model.parameters())
+    return model, optimizer, DataLoader(TinyDataset(), batch), halving(optimizer)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    """The mean squared error of a model on a batch of `TinyDataset`."""
+    inputs, targets = batch
+    return functional.mse_loss(model(inputs), targets)
 
 
 def plain_losses(

@@ -1,6 +1,5 @@
 import inspect
 import pickle
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,18 +20,9 @@ from hasten.settings.enums import FP8BackendType
 from hasten.training.optimizer import AcceleratedOptimizer
 from hasten.training.scheduler import AcceleratedScheduler
 from hasten.world.context import CONTEXT
-from tests.plain import TinyDataset, TinyMLP
+from tests.plain import TinyMLP, halving, parts, sgd
 from tests.ranks import RankError, run_ranks
 from tests.simulated_device import install
-
-sgd = partial(torch.optim.SGD, lr=0.1)
-halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-
-
-def parts(batch: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
-    model = TinyMLP()
-    optimizer = sgd(model.parameters())
-    return model, optimizer, DataLoader(TinyDataset(), batch), halving(optimizer)
 
 
 def linear() -> nn.Linear:

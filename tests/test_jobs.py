@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 from hasten import (
     Accelerator,
@@ -20,24 +18,9 @@ from hasten import (
 )
 from hasten.world import torch_private
 from hasten.world.context import CONTEXT
-from tests.plain import TinyDataset, TinyMLP
+from tests.plain import loss_of, parts, sgd
 from tests.ranks import RankError, run_ranks
 from tests.simulated_device import install
-
-sgd = partial(torch.optim.SGD, lr=0.1)
-halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-
-
-def parts(batch: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
-    model = TinyMLP()
-    optimizer = sgd(model.parameters())
-    return model, optimizer, DataLoader(TinyDataset(), batch), halving(optimizer)
-
-
-def loss_of(model: Any, batch: Any) -> torch.Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
-
 
 # ---- parts of a job ----
 

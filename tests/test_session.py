@@ -3,7 +3,6 @@ import gc
 import pickle
 import weakref
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,8 @@ from hasten import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from tests.plain import TinyDataset, TinyMLP
+from tests.plain import TinyDataset, halving, loss_of, parts, sgd
 from tests.ranks import run_ranks
-
-sgd = partial(torch.optim.SGD, lr=0.1)
-halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-
-
-def parts(batch: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
-    model = TinyMLP()
-    optimizer = sgd(model.parameters())
-    return model, optimizer, DataLoader(TinyDataset(), batch), halving(optimizer)
-
-
-def loss_of(model: Any, batch: Any) -> torch.Tensor:
-    inputs, targets = batch
-    return nn.functional.mse_loss(model(inputs), targets)
 
 
 def linear() -> nn.Linear:

@@ -279,7 +279,7 @@ class Session:
         """The user's own module inside a prepared one, compiled or not."""
         compiled = hasattr(model, "_orig_mod")
         inner = self.engine.unwrap(model._orig_mod if compiled else model)
-        if not keep_fp32_wrapper and "_original_forward" in getattr(inner, "__dict__", {}):
+        if not keep_fp32_wrapper:
             from hasten.precision import autocast
 
             inner = autocast.restore_forward(inner)

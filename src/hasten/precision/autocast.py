@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ def autocast_context(device_type: str, dtype: torch.dtype | None, handler: Autoc
 
     `handler.enabled=False` switches autocast off, also inside an outer autocast region.
     """
-    arguments = AutocastKwargs().to_kwargs() if handler is None else handler.to_kwargs()
     if dtype is None:
-        if not arguments.get("enabled", True):
-            return torch.autocast(device_type, enabled=False)
-        from contextlib import nullcontext
+        return nullcontext() if handler is None or handler.enabled else torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, **autocast_arguments(dtype, handler))
 
-        return nullcontext()
-    return torch.autocast(device_type, dtype=dtype, **arguments)
+
+def autocast_arguments(dtype: torch.dtype, handler: AutocastKwargs | None) -> dict[str, Any]:
+    """The arguments of `torch.autocast` besides the device type."""
+    return {"dtype": dtype, **({} if handler is None else handler.to_kwargs())}
 
 
 def check_supported(precision: str, row: Device) -> None:
@@ -64,7 +65,7 @@ class AutocastForward:
         """Replace `forward` on the instance; the original is kept as `_original_forward`."""
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
-        model.forward = _Forward(original, self.device_type, self.dtype, self.handler)
+        model.forward = _Forward(original, self.device_type, autocast_arguments(self.dtype, self.handler))
         return model
 
     def undo(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -75,18 +76,19 @@ class AutocastForward:
 class _Forward:
     """A `forward` under autocast. Signature and name are the original's; a copy of the model gets one that runs its own weights."""
 
-    def __init__(self, original: Callable[..., Any], *settings: Any) -> None:
+    def __init__(self, original: Callable[..., Any], device_type: str, arguments: dict[str, Any]) -> None:
         functools.update_wrapper(self, original)
         self._original = original
-        self._settings = settings
+        self._device_type = device_type
+        self._arguments = arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast_context(*self._settings):
+        with torch.autocast(self._device_type, **self._arguments):
             outputs = self._original(*args, **kwargs)
         return convert_to_fp32(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(copy.deepcopy(self._original, memo), *self._settings)
+        return _Forward(copy.deepcopy(self._original, memo), self._device_type, self._arguments)
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
@@ -97,7 +99,7 @@ class _Forward:
 
 def restore_forward(model: torch.nn.Module) -> torch.nn.Module:
     """Undo `AutocastForward.apply` exactly; a model that was not wrapped is left alone."""
-    if "_original_forward" in model.__dict__:
+    if is_wrapped(model):
         original = model.__dict__.pop("_original_forward")
         if getattr(original, "__self__", None) is model and original.__func__ is getattr(type(model), "forward", None):
             model.__dict__.pop("forward", None)
@@ -116,12 +118,13 @@ def convert_to_fp32(outputs: Any) -> Any:
 
 def is_wrapped(model: torch.nn.Module) -> bool:
     """Whether a model's forward runs under autocast."""
-    return "_original_forward" in model.__dict__
+    return "_original_forward" in getattr(model, "__dict__", ())
 
 
 __all__ = [
     "DTYPES",
     "AutocastForward",
+    "autocast_arguments",
     "autocast_context",
     "check_supported",
     "convert_to_fp32",
