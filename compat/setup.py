@@ -2,4 +2,4 @@
 
 from setuptools import setup
 
-setup(url="https://pypi.org/project/hasten/#drop-in-for-huggingface-accelerate")
+setup(url="https://hasten.invalid/drop-in-for-huggingface-accelerate")

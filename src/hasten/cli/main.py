@@ -39,6 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
+def launch() -> int:
+    """The console script `accelerate-launch`: `hasten launch` with this process's arguments."""
+    return main(["launch", *sys.argv[1:]])
+
+
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
