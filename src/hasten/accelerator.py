@@ -409,7 +409,7 @@ class Accelerator(ProcessView):
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
-        return Window(self.gradient_state, self._session.exchanging, models)
+        return self._session.lone_window or Window(self.gradient_state, self._session.exchanging, models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Keep backward passes inside from exchanging gradients; they add up locally."""

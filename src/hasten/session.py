@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten.parallel.replicate import Replicate
-from hasten.training.accumulation import GradientState
+from hasten.training.accumulation import GradientState, Window
 from hasten.world.context import CONTEXT
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Session:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.engine = Replicate(self.world, handlers.get("ddp_handler"))
         self.exchanging: Replicate | None = self.engine if self.world.group is not None else None
+        self.lone_window = Window(self.gradients, None, ()) if self.exchanging is None else None
         self.dtype: torch.dtype | None = None
         self.scaling: LossScaling | None = None
         if state.mixed_precision != "no":
@@ -245,18 +246,19 @@ class Session:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm."""
-        parameters = self._unscaled(parameters)
+        if self.scaling is not None:
+            parameters = self._unscaled(self.scaling, parameters)
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip element by element."""
-        parameters = self._unscaled(parameters)
+        if self.scaling is not None:
+            parameters = self._unscaled(self.scaling, parameters)
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def _unscaled(self, parameters: Any) -> Any:
-        if self.scaling is not None:
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self.scaling.unscale(self.scaling.owners(self.optimizers, parameters))
+    def _unscaled(self, scaling: LossScaling, parameters: Any) -> list[torch.Tensor]:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        scaling.unscale(scaling.owners(self.optimizers, parameters))
         return parameters
 
     def autocast(self, handler: Any) -> AbstractContextManager[Any]:

@@ -81,10 +81,10 @@ def test_a_scheduler_that_is_the_users_own_business_steps_inside_a_window():
 def test_after_a_skipped_step_of_any_optimizer_nothing_happens():
     first, second = optimizer(), optimizer()
     scheduler = AcceleratedScheduler(halving(first), [first, second])
-    second._skipped = True
+    second.step_was_skipped = True
     scheduler.step()
     assert rate(first) == 1.0
-    second._skipped = False
+    second.step_was_skipped = False
     scheduler.step()
     assert rate(first) == 0.5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -100,29 +101,30 @@ class PreparedLoader(SkippableLoader):
         CONTEXT.loaders.push(self)
         try:
             batches, batch = self._begin(order, position, resumed)
-            device, non_blocking = self.device, self._non_blocking
-            if device is not None and _stays(batch, device):
-                device = None
-            watch = FetchWatch(progress, position) if self._fetches_here() and progress.fetch_kinds != () else None
-            while batch is not END:
-                if device is not None:
-                    batch = send_to_device(batch, device, non_blocking)
-                if watch is not None:
-                    watch.before()
-                following = next(batches, END)
-                if watch is not None and not watch.after():
-                    watch = None
-                if following is END:
-                    position.last = self.end_of_dataloader = True
-                    self.remainder = self._remainder_at_end()
+            if batch is not END:
+                batches, batch = self._on_the_way(batches, batch, position)
+                for following in batches:
+                    position.batches += 1
+                    yield batch
+                    batch = following
+                position.last = self.end_of_dataloader = True
+                self.remainder = self._remainder_at_end()
                 position.batches += 1
                 yield batch
-                batch = following
             progress.position = None
             progress.iteration += position.batches > 0
         finally:
             CONTEXT.loaders.remove(self)
             self._leave(position, outer)
+
+    def _on_the_way(self, batches: Iterator[Any], first: Any, position: Position) -> tuple[Iterator[Any], Any]:
+        """The batches and the first of them, watched if need be, each on the device as soon as it is fetched."""
+        if self._fetches_here() and self.progress.fetch_kinds != ():
+            batches = FetchWatch(self.progress, position).over(batches)
+        if self.device is None or _stays(first, self.device):
+            return batches, first
+        move = partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
+        return map(move, batches), move(first)
 
     def _leave(self, position: Position, outer: tuple[Position | None, bool, int]) -> None:
         """Forget what belonged to this pass alone; a loop around it over the same loader goes on where it was."""
@@ -313,7 +315,12 @@ def _fetch_again(batches: Iterator[Any], ahead: State | None) -> Any:
 
 def _stays(batch: Any, device: torch.device) -> bool:
     """Whether neither this batch nor others of its form can be anywhere else: there is only the CPU."""
-    if device.type != "cpu" or torch.accelerator.is_available():
+    if device.type != "cpu" or _has_accelerator():
         return False
     leaves = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
     return all(type(leaf) in _UNMOVED for leaf in leaves)
+
+
+@cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()

@@ -5,10 +5,13 @@ A prepared loader and those that `skip_first_batches` made from it share one `Pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hasten.data.randomness import ALL, State, capture, differs
+
+_END: Any = object()
 
 # How a pass stood when its state was taken.
 IDLE = "idle"  # between epochs
@@ -124,13 +127,24 @@ class FetchWatch:
         self.progress = progress
         self.position = position
 
-    def before(self) -> None:
-        """Call before fetching a batch ahead."""
+    def over(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, watched while they are fetched."""
+        drawing = True
+        while drawing:
+            self._before()
+            batch = next(batches, _END)
+            drawing = self._after()
+            if batch is _END:
+                return
+            yield batch
+        yield from batches
+
+    def _before(self) -> None:
         kinds = self.progress.fetch_kinds
         self.position.ahead = capture(ALL if kinds is None else kinds)
 
-    def after(self) -> bool:
-        """Call after it; returns whether to go on watching."""
+    def _after(self) -> bool:
+        """Returns whether to go on watching."""
         before, progress = self.position.ahead, self.progress
         if progress.fetch_kinds is None:
             assert before is not None

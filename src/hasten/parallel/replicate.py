@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +76,9 @@ class Replicate:
         With `static_graph` the very first backward pass exchanges all the same, since DDP learns the graph there. What is averaged
         early is averaged once more later, which changes nothing.
         """
-        if not isinstance(model, DistributedDataParallel) or torch_private.must_learn_graph(model):
+        if not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        if model.static_graph and torch_private.must_learn_graph(model):
             return nullcontext()
         return model.no_sync()
 
@@ -105,9 +107,8 @@ class Replicate:
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
-    def clip_grad_norm_(self, parameters: Iterable[Any], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm: replicated gradients are equal, so the local norm is the global one."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+    # Replicated gradients are equal, so the local norm is the global one.
+    clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:
         """The model's tensors, without DDP's prefix."""

@@ -20,7 +20,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: the gradient scaler of fp16 training, or None.
         gradient_state: the accumulation state to obey; the newest Accelerator's by default.
         update_scale: called after a scaled step, in place of `scaler.update`; several optimizers share one scaler.
+
+    Attributes:
+        step_was_skipped: whether the last step was left out because gradients were not finite.
     """
+
+    step_was_skipped = False
 
     def __init__(
         self,
@@ -37,7 +42,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
         self.update_scale = update_scale
-        self._skipped = False
         self._takes_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
         if device_placement and _state_is_elsewhere(optimizer):
             # torch's own loading puts each tensor where its parameter is, and knows the ones that stay on the CPU.
@@ -69,11 +73,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @defaults.setter
     def defaults(self, defaults: Any) -> None:
         self.optimizer.defaults = defaults
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients were not finite."""
-        return self._skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
@@ -137,7 +136,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             result = self.scaler.step(self.optimizer)
         finally:
             watch.remove()
-        self._skipped = not ran or self._skipped_inside(self.scaler)
+        self.step_was_skipped = not ran or self._skipped_inside(self.scaler)
         if self.update_scale is None:
             self.scaler.update()
         else:

@@ -55,14 +55,12 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        scheduler = self.scheduler
+        total = getattr(scheduler, "total_steps", None)
         for _ in range(self._steps_per_call):
             # A schedule with a fixed end stays at its last rate: torch's would bounce back, then raise.
-            if self._has_steps_left():
-                self.scheduler.step(*args, **kwargs)
-
-    def _has_steps_left(self) -> bool:
-        total = getattr(self.scheduler, "total_steps", None)
-        return total is None or self.scheduler.last_epoch < total - 1
+            if total is None or scheduler.last_epoch < total - 1:
+                scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The current learning rates, one per parameter group."""

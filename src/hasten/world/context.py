@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,22 +18,24 @@ class ActiveLoaders:
 
     def __init__(self) -> None:
         self._stack: list[weakref.ref[Any]] = []
+        # Asked for in every step of a training loop: a weak reference, or NoneType, whose call gives None as quickly.
+        self.innermost: Callable[[], Any] = type(None)
 
     def push(self, loader: Any) -> None:
         """Note that an iteration of `loader` begins."""
-        self._stack.append(weakref.ref(loader, self._forget))
+        self._become([*self._stack, weakref.ref(loader, self._forget)])
 
     def remove(self, loader: Any) -> None:
         """Note that the innermost iteration of `loader` is over."""
         for index in reversed(range(len(self._stack))):
             if self._stack[index]() is loader:
-                del self._stack[index]
+                self._become(self._stack[:index] + self._stack[index + 1 :])
                 return
 
     @property
     def current(self) -> Any:
         """The loader of the innermost running loop, or None."""
-        return self._stack[-1]() if self._stack else None
+        return self.innermost()
 
     def all(self) -> list[Any]:
         """The loaders being iterated, outermost first."""
@@ -40,10 +43,14 @@ class ActiveLoaders:
 
     def clear(self) -> None:
         """Forget every loader."""
-        self._stack.clear()
+        self._become([])
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
-        self._stack = [kept for kept in self._stack if kept is not reference]
+        self._become([kept for kept in self._stack if kept is not reference])
+
+    def _become(self, stack: list[weakref.ref[Any]]) -> None:
+        self._stack = stack
+        self.innermost = stack[-1] if stack else type(None)
 
 
 class ProcessContext:

@@ -17,8 +17,9 @@ from hasten.world.devices import DEVICES, Device
 from hasten.world.process import World
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
-_FRAME_BYTES = 8192  # more than any generator's state; the same on all processes, whatever generator they hold
-_LENGTH_BYTES = 8
+_STATE_BYTES = (
+    8192  # more than any generator's state has: what is sent has one size, whatever generator a process holds
+)
 
 
 def set_seed(
@@ -100,23 +101,25 @@ def _row(kind: RNGType) -> Device:
 
 def _of_first(state: torch.Tensor, world: World) -> torch.Tensor:
     """The state that the first process holds, in one broadcast whose size no process can get wrong."""
-    own = state.cpu().view(-1)
-    assert own.numel() <= _FRAME_BYTES - _LENGTH_BYTES
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-    frame[:_LENGTH_BYTES] = torch.tensor([own.numel()]).view(torch.uint8)
-    frame[_LENGTH_BYTES : _LENGTH_BYTES + own.numel()] = own
+    own = state.numpy(force=True).tobytes()
+    assert len(own) <= _STATE_BYTES
+    # Bytes, since this is done at the start of each epoch, and small operations on tensors take as long as the exchange. The
+    # state comes first, because `set_state` looks for it at the start of its memory.
+    frame = bytearray(own.ljust(_STATE_BYTES, b"\0") + len(own).to_bytes(8, "little"))
+    sent = here = torch.frombuffer(frame, dtype=torch.uint8)
     if world.backend != "gloo":
-        frame = frame.to(world.device)
+        sent = here.to(world.device)
     world.check_alive()
-    dist.broadcast(frame, group_src=0, group=world.group)
-    frame = frame.cpu()
-    length = int(frame[:_LENGTH_BYTES].view(torch.int64))
-    if length != own.numel():
+    dist.broadcast(sent, group_src=0, group=world.group)
+    if sent is not here:
+        here.copy_(sent)
+    length = int.from_bytes(frame[_STATE_BYTES:], "little")
+    if length != len(own):
         raise ValueError(
-            f"Rank {world.rank}: the generator's state has {own.numel()} bytes here but {length} on rank 0, so it is another "
+            f"Rank {world.rank}: the generator's state has {len(own)} bytes here but {length} on rank 0, so it is another "
             "kind of generator. Use generators of one device type on all processes."
         )
-    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length].clone()
+    return here[:length]
 
 
 def snapshot(*, world: World | None = None) -> dict[str, Any]:
