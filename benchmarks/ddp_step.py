@@ -28,7 +28,7 @@ def _measure(library: str, prefix: str, accumulation: int) -> dict[str, float]:
         if not same_weights(raw.model, prepared.model, 1e-5):
             raise Wrong("the prepared loop and the loop by hand end with different weights")
         both.append(take_turns(raw.epoch, prepared.epoch, TURNS, before=dist.barrier))
-    turns = Turns(sum((each.ideal for each in both), []), sum((each.library for each in both), []))
+    turns = Turns([t for each in both for t in each.ideal], [t for each in both for t in each.library])
     return {
         f"{prefix}_ratio": turns.ratio,
         f"{prefix}_us": turns.library_s / BATCHES * 1e6,

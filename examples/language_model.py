@@ -201,10 +201,6 @@ def main() -> None:
     accelerator.register_for_checkpointing(history)
     checkpoints = args.output_dir / "checkpoints"
     if args.resume and any(checkpoints.glob("checkpoint_*")):
-        # DDP arranges the gradients after the first backward pass, and from three processes on their sums depend on the
-        # arrangement in the last bit. This pass, whose result is dropped, arranges them as they were.
-        token_losses(model, torch.zeros(1, 2, dtype=torch.long, device=accelerator.device)).mean().backward()
-        optimizer.zero_grad()
         accelerator.load_state()
     elif accelerator.is_main_process:
         shutil.rmtree(checkpoints, ignore_errors=True)  # of an earlier run, which this one replaces

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +57,14 @@ class Engine(Protocol):
 
     def clip_grad_norm_(self, parameters: Iterable[Any], max_norm: float, norm_type: float) -> Any:
         """Scale gradients down to a global norm of at most `max_norm`; return the norm before."""
+        ...
+
+    def exchange_order(self, model: Any) -> list[str] | None:
+        """The order in which gradients are exchanged, where sums depend on it in their last bit and it is known."""
+        ...
+
+    def repeat_exchange_order(self, model: Any, names: Sequence[str]) -> None:
+        """Exchange in this order from the start, as the run did that is to be continued; called on every rank."""
         ...
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.checkpoint import files, model, retention, state
 from hasten.checkpoint.state import Contents
+from hasten.collectives.objects import broadcast_object_list
 
 if TYPE_CHECKING:
     from hasten.session import Session
@@ -32,6 +34,7 @@ def contents_of(session: Session) -> Contents:
         custom=session.custom,
         scaler=None if scaling is None else scaling.scaler,
         step=session.gradients.step,
+        exchange_orders=[session.engine.exchange_order(model) for model in session.models],
     )
 
 
@@ -90,6 +93,7 @@ def load_state(
         folder = retention.newest(retention.folder_of_all(_project_dir(project)))
     else:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    _repeat_exchange_orders(session, folder)
     found = state.load(
         folder,
         contents_of(session),
@@ -102,6 +106,22 @@ def load_state(
     if project.automatic_checkpoint_naming:
         # Whatever checkpoint was loaded, the next one must not run into one that is there.
         project.iteration = retention.next_iteration(retention.folder_of_all(_project_dir(project)))
+
+
+def _repeat_exchange_orders(session: Session, folder: Path) -> None:
+    """Begin with the arrangement of gradients that the saved run had; what this leaves in the models is overwritten next."""
+    if session.world.size <= 2:  # a sum of two does not depend on it
+        return
+    orders: list[Any] = [None]
+    if session.world.is_main:
+        # Where this cannot be read, neither can the rest; all ranks find that out by themselves.
+        with suppress(Exception):
+            orders = [state.exchange_orders(folder)]
+    # Only the main process's folder counts: where it has no orders, nobody may wait for an exchange.
+    broadcast_object_list(orders, world=session.world)
+    for item, names in zip(session.models, orders[0] or (), strict=False):
+        if names is not None:
+            session.engine.repeat_exchange_order(item, names)
 
 
 def save_model(

@@ -25,7 +25,6 @@ def test_what_is_written_reads_back(data, row):
         ("use_cpu", "No", False),
         ("mixed_precision", "BF16", "bf16"),
         ("dynamo_backend", "inductor", "INDUCTOR"),
-        ("log_level", "debug", "DEBUG"),
         ("num_processes", " 4 ", 4),
         ("num_machines", "2", (2, 2)),
         ("num_machines", "1:4", (1, 4)),

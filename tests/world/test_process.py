@@ -87,6 +87,15 @@ def test_the_only_process_can_be_a_part():
     assert (part.rank, part.size, part.group, part.ranks) == (0, 1, None, (0,))
 
 
+def test_a_part_knows_who_is_on_the_same_machine():
+    # Machines with 1, 2 and 2 processes; a part of a part counts by the job's ranks.
+    whole = World(rank=4, size=5, local_rank=1, local_size=2, ranks=tuple(range(5)), machine=range(3, 5))
+    part = whole.part([0, 1, 3, 4])
+    assert (part.rank, part.local_rank, part.local_size, part.ranks) == (3, 1, 2, (0, 1, 3, 4))
+    again = part.part([0, 3])
+    assert (again.rank, again.local_rank, again.local_size, again.ranks) == (1, 0, 1, (0, 4))
+
+
 @pytest.mark.parametrize("ranks", [[], [1], [-1], [0, 0], [0, 1]])
 def test_parts_have_ranks_that_exist(ranks: list[int]):
     with pytest.raises(

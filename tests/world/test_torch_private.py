@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
@@ -175,16 +176,26 @@ def test_found_infinite():
 
 def learn_graph() -> list[bool]:
     found = []
-    for static in (True, False):
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=static)
-        found.append(torch_private.must_learn_graph(model))
-        model(torch.ones(1, 2)).sum().backward()
-        found.append(torch_private.must_learn_graph(model))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=True)
+    found.append(torch_private.must_learn_graph(model))
+    model(torch.ones(1, 2)).sum().backward()
+    found.append(torch_private.must_learn_graph(model))
     return found
 
 
 def test_must_learn_graph():
-    assert run_ranks(learn_graph, 2) == [[True, False, False, False]] * 2
+    assert run_ranks(learn_graph, 2) == [[True, False]] * 2
+
+
+def hooked() -> list[bool]:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    before = torch_private.has_communication_hook(model)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return [before, torch_private.has_communication_hook(model)]
+
+
+def test_communication_hooks_are_seen():
+    assert run_ranks(hooked, 2) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

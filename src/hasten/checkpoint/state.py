@@ -27,9 +27,10 @@ OPTIMIZER_NAME = "optimizer.bin"
 SCHEDULER_NAME = "scheduler.bin"
 SCALER_NAME = "scaler.pt"
 CUSTOM_NAME = "custom_checkpoint_{}.pkl"
+EXCHANGE_NAME = "exchange_orders.bin"
 
 _OURS = re.compile(
-    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|"
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|exchange_orders\.bin|"
     r"dl_state_dict(_\d+)?(_rank\d+)?\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
 )
 
@@ -43,6 +44,7 @@ class Contents:
         optimizers, schedulers, dataloaders, custom: objects with `state_dict` and `load_state_dict`.
         scaler: the gradient scaler, or None.
         step: the number of micro-batches since the last reset.
+        exchange_orders: for each model the names of its gradients in the order of their exchange, or None.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -52,6 +54,7 @@ class Contents:
     custom: Sequence[Any] = ()
     scaler: Any = None
     step: int = 0
+    exchange_orders: Sequence[list[str] | None] = ()
 
 
 def save(
@@ -148,6 +151,12 @@ def load(
     # Last, since loading the others may draw random numbers.
     step = random_states.read(path, world.rank, world)
     return {} if step is None else {"step": step}
+
+
+def exchange_orders(folder: str | os.PathLike[str]) -> list[list[str] | None]:
+    """The orders of exchange that a checkpoint holds; none if they did not matter, or if the reference wrote it."""
+    path = store.resolve(folder) / EXCHANGE_NAME
+    return read_torch(path, map_location="cpu") if path.exists() else []
 
 
 def save_accelerator_state(
@@ -250,6 +259,8 @@ def _write_shared(writer: FolderWriter, weights: Sequence[Any], contents: Conten
         writer.save_torch(numbered(SCHEDULER_NAME, index), scheduler.state_dict())
     if contents.scaler is not None:
         writer.save_torch(SCALER_NAME, contents.scaler.state_dict())
+    if any(contents.exchange_orders):
+        writer.save_torch(EXCHANGE_NAME, list(contents.exchange_orders))
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

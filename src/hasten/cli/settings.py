@@ -47,7 +47,7 @@ def _group(title: str, rows: list[Setting]) -> str:
 def _row(row: Setting) -> str:
     default = "" if row.default in (None, ()) else f"`{write(row, row.default).lower()}`"
     notes = row.help + (
-        " (through torch.distributed.run)" if row.applies == ELASTIC and row.name not in ("same_network",) else ""
+        " (through torch.distributed.run)" if row.applies == ELASTIC and row.name != "same_network" else ""
     )
     if row.old_keys:
         notes += f"; also read from {', '.join(f'`{key}`' for key in row.old_keys)}"

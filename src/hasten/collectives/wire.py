@@ -22,6 +22,7 @@ from hasten.collectives.verify import (
 )
 from hasten.settings import environment
 from hasten.world import process, torch_private
+from hasten.world.context import CONTEXT
 from hasten.world.process import World
 
 P = TypeVar("P")
@@ -84,7 +85,7 @@ class Wire:
         self.rank, self.size, self.group = world.rank, world.size, world.group
         self.device = torch.device("cpu") if world.backend == "gloo" or world.row.is_cpu else world.device
         self.staged = self.device.type != "cpu" if staged is None else staged
-        self.debug = bool(environment.get("debug"))
+        self._debug = bool(environment.get("debug"))
         self.capacity = frame_bytes(self.size) - HEADER_BYTES
         self._plans: dict[Any, Any] = {}
         self._stream: Any = None
@@ -97,6 +98,11 @@ class Wire:
         self._bytes = memoryview(self._out.numpy())  # type: ignore[arg-type]
         self._rows = None if self.staged else _rows(self.frames)
         self._digests = None if self.staged else self.frames[:, :DIGEST_BYTES].numpy()
+
+    @property
+    def debug(self) -> bool:
+        """Whether statements name the line of the call; `PartialState().debug` may be changed at any time."""
+        return bool(CONTEXT.partial_state.get("debug", self._debug))
 
     # -- what a function on tensors needs ----------------------------------------------------------------------------
 

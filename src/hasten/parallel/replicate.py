@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.parallel import exchange_order
+from hasten.parallel.exchange_order import ExchangeOrder
 from hasten.settings.enums import DDPCommunicationHookType
 from hasten.settings.handlers import DistributedDataParallelSettings
 from hasten.world import torch_private
@@ -42,6 +45,7 @@ class Replicate:
     def __init__(self, world: World, handler: DistributedDataParallelSettings | None = None) -> None:
         self.world = world
         self.handler = handler
+        self._orders: weakref.WeakKeyDictionary[torch.nn.Module, ExchangeOrder] = weakref.WeakKeyDictionary()
 
     def wrap(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.
@@ -64,6 +68,8 @@ class Replicate:
             wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
         if self.handler is not None:
             register_comm_hook(self.handler, wrapped)
+        if exchange_order.matters(wrapped, self.world.size):
+            self._orders[wrapped] = ExchangeOrder(wrapped)
         return wrapped
 
     def unwrap(self, model: Any) -> Any:
@@ -109,6 +115,17 @@ class Replicate:
 
     # Replicated gradients are equal, so the local norm is the global one.
     clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
+
+    def exchange_order(self, model: Any) -> list[str] | None:
+        """The names of a model's gradients in the order of their exchange, where sums depend on it and it is known."""
+        order = self._orders.get(model)
+        return list(order.names) if order is not None and order.is_known else None
+
+    def repeat_exchange_order(self, model: Any, names: Sequence[str]) -> None:
+        """Exchange a model's gradients in this order from the start; see `ExchangeOrder`. Call it on every rank."""
+        order = self._orders.get(model)
+        if order is not None and not order.is_known:
+            exchange_order.repeat(model, names)
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:
         """The model's tensors, without DDP's prefix."""

@@ -24,9 +24,9 @@ from hasten.world.devices import DEVICES, Device, best_device, device_row
 class World:
     """Some processes that work together, and this process's place among them.
 
-    `ranks` are the members' numbers in the whole job; `rank` is this process's index among the members. `group` is None
-    where the world is this process alone and nothing is ever communicated. `attached` is for what lives as long as the
-    world does, such as buffers for its exchanges.
+    `ranks` are the members' numbers in the whole job, `machine` those of all processes on this machine; `rank` is this
+    process's index among the members. `group` is None where the world is this process alone and nothing is ever communicated.
+    `attached` is for what lives as long as the world does, such as buffers for its exchanges.
     """
 
     rank: int = 0
@@ -37,6 +37,7 @@ class World:
     group: dist.ProcessGroup | None = None
     backend: str | None = None
     ranks: tuple[int, ...] = (0,)
+    machine: range = range(1)
     forced_cpu: bool = False
     attached: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -119,8 +120,7 @@ class World:
                 "Accelerator only on its own ranks, e.g. `ranks=[0, 1] if PartialState().process_index < 2 else [2, 3]`."
             )
         whole = tuple(self.ranks[index] for index in members)
-        machine = self.rank // self.local_size
-        neighbours = [index for index in members if index // self.local_size == machine]
+        neighbours = [index for index in members if self.ranks[index] in self.machine]
         return World(
             rank=members.index(self.rank),
             size=len(members),
@@ -130,6 +130,7 @@ class World:
             group=self._new_group(whole),
             backend=self.backend,
             ranks=whole,
+            machine=self.machine,
             forced_cpu=self.forced_cpu,
         )
 
@@ -277,9 +278,10 @@ def _join(
 def _from_group(place: Place, device: torch.device, cpu: bool) -> World:
     group = dist.group.WORLD
     assert group is not None
-    size = dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = rank - place.local_rank
     return World(
-        rank=dist.get_rank(),
+        rank=rank,
         size=size,
         local_rank=place.local_rank,
         local_size=place.local_world_size,
@@ -287,6 +289,7 @@ def _from_group(place: Place, device: torch.device, cpu: bool) -> World:
         group=group,
         backend=dist.get_backend(),
         ranks=tuple(range(size)),
+        machine=range(first, first + place.local_world_size),
         forced_cpu=cpu,
     )
 

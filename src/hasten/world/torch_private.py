@@ -95,7 +95,12 @@ def found_infinite(scaler: Any, optimizer: Any) -> bool:
 
 def must_learn_graph(model: Any) -> bool:
     """Whether a DDP model with a static graph has not seen its first backward pass yet, which must exchange gradients."""
-    return bool(model.static_graph and not model._static_graph_delay_allreduce_enqueued)
+    return not model._static_graph_delay_allreduce_enqueued
+
+
+def has_communication_hook(model: Any) -> bool:
+    """Whether something other than DDP's own sum exchanges the gradients of a DDP model."""
+    return bool(model._comm_hooks)
 
 
 class LoaderOverIndices(DataLoader[Any]):
