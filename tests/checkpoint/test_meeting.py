@@ -56,7 +56,7 @@ def waits_in_vain() -> str:
 def test_waiting_has_a_limit():
     _, text = run_ranks(waits_in_vain, 2)
     assert "Rank 1 waited 0.3 s for rank 0 to begin a save, in vain." in text
-    assert "call `save_state` on every process, or on the main process alone" in text
+    assert "call `save_state` on every process with the same folder, or on the main process alone" in text
 
 
 def many_saves() -> tuple[int, int]:

@@ -3,29 +3,56 @@
 Only the main process must save; the others may. Code written for the reference calls `save_state` on every process, on the main one
 alone, or on the first one of each machine, and all must work without waiting for somebody who never comes. So there is no
 collective operation here: the processes meet in the store of their process group. The main process opens a save and the
-others join it. When the main process has written its part, it gives the others a while to join if not all have, then goes on
-with those that have; who comes later adds its own files afterwards.
+others join it: a process's k-th save of a folder is the main process's k-th save of that folder. When the main process has
+written its part, it gives the others a while to join if not all have, then goes on with those that have; who comes later
+adds its own files afterwards.
 
-Keys of save number n: `n/open` (by the main process: what is saved where), `n/joined` (how many others have joined), `n/gate/r`
-(whether rank r has joined, or came too late: who sets it first decides), `n/disk/r` (where rank r writes, on a disk that the
-main process does not see), `n/done/r` (rank r has written its files, or failed), `n/go` (all are done, or it is given up),
-`n/placed/r` (rank r has put the folder on its disk in place), `n/result`.
+Keys: `of/label/k` (the number of the k-th save of a label). Of save number n: `n/open` (by the main process: what is saved
+where), `n/joined` (how many others have joined), `n/gate/r` (whether rank r has joined, or came too late: who sets it first
+decides), `n/disk/r` (where rank r writes, on a disk that the main process does not see), `n/done/r` (rank r has written its
+files, or failed), `n/go` (all are done, or it is given up), `n/placed/r` (rank r has put the folder on its disk in place),
+`n/result`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from hasten.world.process import World
 
-# Seconds without anybody joining after which the main process goes on; the short one, once as many have joined as last time.
-PATIENCE, SHORT_PATIENCE = 3.0, 0.25
+# Seconds without anybody joining after which the main process goes on: for the first save of a kind, once as many have joined
+# as last time, and before that many have. Saves are of one kind if the numbers in their names are all that differs.
+PATIENCE, SHORT_PATIENCE, LONG_PATIENCE = 3.0, 0.25, 60.0
 _IN, _OUT = "in", "out"
 _KEPT = 4  # saves whose keys stay
+
+
+@dataclass
+class Calls:
+    """The saves of a world so far, as one process knows them.
+
+    Args:
+        number: how often each label was saved.
+        latest: the number of the latest save that this process took part in.
+        joined: on the main process, how many others took part in the latest save of each kind.
+    """
+
+    number: Counter[str] = field(default_factory=Counter)
+    latest: int = 0
+    joined: dict[str, int] = field(default_factory=dict)
+
+    def count(self, label: str) -> int:
+        """Count a save of a label; the how-manieth it is."""
+        self.number[label] += 1
+        return self.number[label]
 
 
 class Meeting:
@@ -38,6 +65,8 @@ class Meeting:
         world.check_alive()
         self.world = world
         self.number = 0
+        self._calls: Calls = world.attached.setdefault("saves", Calls())
+        self._opened: list[str] = world.attached.setdefault("opened saves", [])
         self._wait = world.timeout or timedelta(minutes=30)
         # A connection of its own: waiting on the shared one would block everybody else in this process.
         self._store = torch_private.default_store().clone()
@@ -47,22 +76,26 @@ class Meeting:
 
     def open(self, record: dict[str, Any]) -> None:
         """Begin the next save; `record` says what the others must know."""
+        label, kind = record["label"], self._calls.count(record["label"])
         self.number = self._add("saves", 1)
-        self._set("open", record)
+        self._kind = _kind_of(label)
+        self._set("open", {**record, "count": kind})
+        self._set(f"of/{label}/{kind}", self.number, numbered=False)
+        self._opened.append(f"of/{label}/{kind}")
 
     def assemble(self) -> list[int]:
         """Wait for the others as long as that makes sense, and say which ones take part."""
         others = range(1, self.world.size)
-        expected = self._get_if_there("participants", numbered=False)
+        expected = self._calls.joined.get(self._kind)
         joined, since = 0, time.monotonic()
         while (now := self._add(f"{self.number}/joined", 0)) < len(others):
             joined, since = (now, time.monotonic()) if now > joined else (joined, since)
-            enough = expected is not None and joined >= expected
-            if time.monotonic() - since > (SHORT_PATIENCE if enough else PATIENCE):
+            known = PATIENCE if expected is None else SHORT_PATIENCE if joined >= expected else LONG_PATIENCE
+            if time.monotonic() - since > known:
                 break
             time.sleep(0.005)
         present = [rank for rank in others if now == len(others) or self._pass_gate(self.number, rank, _OUT)]
-        self._set("participants", len(present), numbered=False)
+        self._calls.joined[self._kind] = len(present)
         return present
 
     def reports(self, ranks: Sequence[int]) -> dict[int, Any]:
@@ -82,6 +115,7 @@ class Meeting:
         self._set("result", error)
         old = self.number - _KEPT
         if old > 0:
+            self._store.delete_key(self._key(self._opened.pop(0)))
             for name in ("open", "joined", "go", "result"):
                 self._store.delete_key(self._key(f"{old}/{name}"))
             for rank in range(1, self.world.size):
@@ -91,26 +125,12 @@ class Meeting:
     # -- the others --------------------------------------------------------------------------------------------------
 
     def join(self, label: str) -> tuple[dict[str, Any], bool]:
-        """Find the main process's save of this label and join it. Returns its record and whether it is still open.
-
-        Saves that the main process has made alone are passed over, if it soon begins another one. Otherwise the latest is taken
-        for this one: this process is late, or the ranks name their folders differently.
-        """
-        seen = self._get_if_there(f"seen/{self.world.rank}", numbered=False) or 0
-        number = self._add("saves", 0)
-        if number <= seen:
-            number += 1
-            self._await(f"{number}/open", "begin a save")
-        while not self._is_meant((record := self._get(f"{number}/open")), number, label):
-            later = self._save_after(number)
-            if later == 0:
-                break
-            number = later
-        self.number = number
-        self._set(f"seen/{self.world.rank}", number, numbered=False)
-        in_time = "error" not in record and self._pass_gate(number, self.world.rank, _IN)
+        """Find the main process's save of this label and join it. Returns its record and whether it is still open."""
+        self.number = self._calls.latest = self._find(label, self._calls.count(label))
+        record = self._get(f"{self.number}/open")
+        in_time = "error" not in record and self._pass_gate(self.number, self.world.rank, _IN)
         if in_time:
-            self._add(f"{number}/joined", 1)
+            self._add(f"{self.number}/joined", 1)
         return record, in_time
 
     def is_given_up(self) -> bool:
@@ -146,25 +166,32 @@ class Meeting:
         error: str | None = self._get(f"{self.number}/result")
         return error
 
-    def _is_meant(self, record: dict[str, Any], number: int, label: str) -> bool:
-        """Whether a save is surely the one that this process is called for: it has the label, and is open or has failed.
+    def _find(self, label: str, count: int) -> int:
+        """The number of the main process's save of this label and count, waited for.
 
-        One that has succeeded without this process may be one that the main process made alone.
+        Machines or ranks with disks of their own may name their folders differently: if there is none for a while, one will do
+        whose last name differs in its numbers only.
         """
-        if record["label"] != label:
-            return False
-        closed = self._store.check([self._key(f"{number}/result")])
-        return "error" in record or not closed or self._get(f"{number}/result") is not None
+        own, deadline = self._key(f"of/{label}/{count}"), time.monotonic() + self._wait.total_seconds()
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                self._store.wait([own], timedelta(seconds=min(PATIENCE, left)))
+                return int(self._get(f"of/{label}/{count}"))
+            except RuntimeError:
+                alike = self._named_alike(label, count)
+                if alike is not None:
+                    return alike
+        raise RuntimeError(self._in_vain("begin a save", 0, f"its save number {count} of {label}"))
 
-    def _save_after(self, number: int) -> int:
-        """The number of a save that begins after this one, soon after its end; 0 if there is none."""
-        self._await(f"{number}/result", "finish a save")
-        deadline = time.monotonic() + PATIENCE
-        while (latest := self._add("saves", 0)) == number:
-            if time.monotonic() > deadline:
-                return 0
-            time.sleep(0.02)
-        return latest
+    def _named_alike(self, label: str, count: int) -> int | None:
+        kind = _kind_of(os.path.basename(label))
+        for number in range(self._calls.latest + 1, self._add("saves", 0) + 1):
+            if not self._store.check([self._key(f"{number}/open")]):
+                continue
+            record = self._get(f"{number}/open")
+            if record["count"] == count and _kind_of(os.path.basename(record["label"])) == kind:
+                return number
+        return None
 
     def _pass_gate(self, number: int, rank: int, wish: str) -> bool:
         """Decide whether a rank is in, if that is not decided yet; whether it is."""
@@ -184,10 +211,6 @@ class Meeting:
     def _get(self, name: str) -> Any:
         return json.loads(self._store.get(self._key(name)))
 
-    def _get_if_there(self, name: str, numbered: bool) -> Any:
-        full = f"{self.number}/{name}" if numbered else name
-        return self._get(full) if self._store.check([self._key(full)]) else None
-
     def _collect(self, name: str, ranks: Sequence[int], what: str) -> dict[int, Any]:
         found = {}
         for rank in ranks:
@@ -199,8 +222,15 @@ class Meeting:
         try:
             self._store.wait([self._key(name)], self._wait)
         except RuntimeError as error:
-            limit = f"{self._wait.total_seconds():g} s"
-            raise RuntimeError(
-                f"Rank {self.world.rank} waited {limit} for rank {rank} to {what}, in vain. It has died, is stuck, or does not "
-                f"save at all: call `save_state` on every process, or on the main process alone. ({error})"
-            ) from error
+            raise RuntimeError(self._in_vain(what, rank, str(error))) from error
+
+    def _in_vain(self, what: str, rank: int, more: str) -> str:
+        return (
+            f"Rank {self.world.rank} waited {self._wait.total_seconds():g} s for rank {rank} to {what}, in vain. It has died, is "
+            "stuck, or does not save this: call `save_state` on every process with the same folder, or on the main process "
+            f"alone. ({more})"
+        )
+
+
+def _kind_of(label: str) -> str:
+    return re.sub(r"\d+", "#", label)
