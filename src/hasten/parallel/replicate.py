@@ -7,17 +7,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parallel import exchange_order
-from hasten.parallel.exchange_order import ExchangeOrder
 from hasten.settings.enums import DDPCommunicationHookType
 from hasten.settings.handlers import DistributedDataParallelSettings
 from hasten.world import torch_private
 from hasten.world.process import World
+
+if TYPE_CHECKING:
+    from hasten.parallel.exchange_order import ExchangeOrder
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Replicate:
         self.handler = handler
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, ExchangeOrder] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        return Replicate, (self.world, self.handler)
+
     def wrap(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.
 
@@ -68,9 +72,14 @@ class Replicate:
             wrapped = DistributedDataParallel(model, process_group=self.world.group, **arguments)
         if self.handler is not None:
             register_comm_hook(self.handler, wrapped)
-        if exchange_order.matters(wrapped, self.world.size):
-            self._orders[wrapped] = ExchangeOrder(wrapped)
+        self._note_order(wrapped)
         return wrapped
+
+    def _note_order(self, model: DistributedDataParallel) -> None:
+        from hasten.parallel import exchange_order
+
+        if exchange_order.matters(model, self.world.size):
+            self._orders[model] = exchange_order.ExchangeOrder(model)
 
     def unwrap(self, model: Any) -> Any:
         """The user's own module."""
@@ -125,6 +134,8 @@ class Replicate:
         """Exchange a model's gradients in this order from the start; see `ExchangeOrder`. Call it on every rank."""
         order = self._orders.get(model)
         if order is not None and not order.is_known:
+            from hasten.parallel import exchange_order
+
             exchange_order.repeat(model, names)
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:
