@@ -359,10 +359,12 @@ class Accelerator(ProcessView):
         return self._session.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def explain(self, obj: Any = None) -> Any:
-        """What was done to a prepared model; without `obj`, to every one. Prints as a table, and holds the same as data.
+        """What was done to a prepared model; what each rank gets of a prepared loader in an epoch; without `obj`, all models.
+
+        The result prints as a table, and holds the same as data.
 
         Raises:
-            ValueError: `obj` is not a model that this Accelerator prepared.
+            ValueError: `obj` is not a model or a loader that this Accelerator prepared.
         """
         return self._session.explain(obj)
 

@@ -219,6 +219,9 @@ class Session:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             world=self.world,
+            sharding=config.sharding,
+            resume=config.resume,
+            read_ahead=config.read_ahead,
         )
         setattr(prepared, _PREPARED, True)
         self.dataloaders.append(prepared)
@@ -291,7 +294,11 @@ class Session:
         return inner
 
     def explain(self, item: Any) -> Any:
-        """The plans of the prepared models, or the one of `item`."""
+        """The plans of the prepared models, or the plan or the epoch contract of `item`."""
+        if item is not None and any(item is loader for loader in self.dataloaders):
+            from hasten.data import contract
+
+            return contract.describe(item)
         from hasten.parallel import plan
 
         found = [
@@ -305,8 +312,9 @@ class Session:
             return plan.Plans(found)
         if not found:
             raise ValueError(
-                f"explain({type(item).__name__}): this Accelerator has not prepared that object as a model; it has prepared "
-                f"{[type(self.engine.unwrap(model)).__name__ for model in self.models]}."
+                f"explain({type(item).__name__}): this Accelerator has not prepared that object as a model or a data loader; it "
+                f"has prepared {[type(self.engine.unwrap(model)).__name__ for model in self.models]} and {len(self.dataloaders)} "
+                "data loaders."
             )
         return found[0]
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from hasten.data.loader import prepare_data_loader
-from hasten.data.resume import ENDING, IDLE, LEFT, RUNNING, Progress
+from hasten.data.resume import ENDING, IDLE, LEFT, RUNNING, Progress, Start
 from hasten.data.skip import skip_first_batches
 from hasten.world.process import start
 from tests.data.scenarios import FORK, Numbers, generator
@@ -268,35 +268,6 @@ def test_the_end_of_an_epoch_can_be_named_in_two_ways():
     assert again.iteration == 2
 
 
-def test_a_position_is_found_on_another_number_of_ranks():
-    def order(ranks: int, state: Any = None, rank: int = 0) -> Any:
-        loader: Any = prepare_data_loader(
-            DataLoader(Numbers(24), batch_size=2, shuffle=True, generator=generator(1)),
-            num_processes=ranks,
-            process_index=rank,
-            use_stateful_dataloader=True,
-            rng_types=["generator"],
-        )
-        if state is not None:
-            loader.load_state_dict(state)
-        return loader
-
-    loader = order(2)
-    for _ in loader:
-        if loader.state_dict()["batches"] == 3:
-            state = loader.state_dict()
-    whole: list[list[Any]] = []
-    for rank in (0, 1):
-        again = order(2, {**state, "batches": 0, "samples": 0}, rank)
-        whole.append([batch.tolist() for batch in again])
-    remaining = {index for part in whole for batch in part[3:] for index in batch}
-    for ranks in (1, 2, 3):
-        seen = [batch.tolist() for rank in range(ranks) for batch in order(ranks, state, rank)]
-        assert sorted(index for batch in seen for index in batch) == sorted(remaining), ranks
-    with pytest.raises(NotImplementedError, match="12 samples, lies within a step"):
-        list(order(4, state))
-
-
 def test_seeds_are_restored():
     loader: Any = prepare_data_loader(indexed(shuffle=True), use_seedable_sampler=True, data_seed=11)
     list(loader)
@@ -358,4 +329,4 @@ def test_progress_between_epochs():
     other = Progress()
     other.load(progress.save())
     assert (other.iteration, other.pending) == (3, None)
-    assert other.take_pending(2, None) == (2, None)
+    assert other.take_pending(2, None) == Start(0, 2)

@@ -1,12 +1,27 @@
 from dataclasses import astuple
 
+import pytest
+
 from hasten.settings.dataloading import DataLoaderConfiguration
 
 
 def test_defaults_and_order_are_those_of_the_reference():
-    assert astuple(DataLoaderConfiguration()) == (False, None, True, False, None, False, False)
+    assert astuple(DataLoaderConfiguration()) == (False, None, True, False, None, False, False, "auto", "order", False)
     config = DataLoaderConfiguration(True, False, False, True, 5, True, True)
     assert config == DataLoaderConfiguration(
         split_batches=True, dispatch_batches=False, even_batches=False, use_seedable_sampler=True, data_seed=5,
         non_blocking=True, use_stateful_dataloader=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("sharding", "'auto', 'shard', 'already', 'replicate'"), ("resume", "'order', 'position'")]
+)
+def test_unknown_values_are_refused(name, allowed):
+    with pytest.raises(ValueError, match=rf"DataLoaderConfiguration\({name}='no'\): it must be one of {allowed}\."):
+        DataLoaderConfiguration(**{name: "no"})
+
+
+def test_what_the_reference_does_not_have_is_given_by_name():
+    with pytest.raises(TypeError):
+        DataLoaderConfiguration(False, None, True, False, None, False, False, "shard")  # type: ignore[misc]

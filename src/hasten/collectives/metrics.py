@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from hasten.collectives.gather import gather_as
-from hasten.collectives.nested import children, honor_mapping, slice_tensors
+from hasten.collectives.nested import children, honor_mapping, recursively_apply
 from hasten.collectives.objects import gather_each, items_of
 from hasten.collectives.verify import DistributedOperationException, key_text
 from hasten.collectives.wire import wire_of
@@ -40,8 +40,9 @@ def gather_for_metrics(
 
     Returns:
         For tensors, what `gather` returns. For a list or another iterable of objects, one list of all processes' items. For a
-        mapping, a mapping of joined values. On the loader's last batch all are cut to the samples that are left
-        (`loader.remainder`). A process alone gets its argument back: nothing was added to its batch.
+        mapping, a mapping of joined values. On the loader's last batch what belongs to repeated samples is left out. Of a
+        loader that gives every process all of the data, the results of the main process are returned. A process alone gets
+        its argument back: nothing was added to its batch.
 
     Raises:
         DistributedOperationException: the processes do not hold the same; the same error on every one.
@@ -54,15 +55,21 @@ def gather_for_metrics(
         joined = gather_as(_NAME, input_data, wire, of="tensors")
     else:
         joined = _join(gather_each(input_data, _NAME, wire, of="objects"))
+    if loader is not None and getattr(loader, "is_replicated", False):
+        return _select(joined, tensors, lambda rows: slice(rows // wire.size))
     if loader is None or not loader.end_of_dataloader or loader.remainder == 0:
         return joined
+    padded = getattr(loader, "padded_ranks", 0)
+    if padded:
+        return _select(joined, tensors, lambda rows: _without_last(rows, wire.size, padded))
     if loader.remainder < 0:
         _logger.info(
             "The loader's dataset has no length, so the results of its last batch are returned with all that was gathered; "
             "drop repeated samples yourself."
         )
         return joined
-    return slice_tensors(joined, slice(loader.remainder)) if tensors else _cut(joined, loader.remainder)
+    remainder = loader.remainder
+    return _select(joined, tensors, lambda rows: slice(remainder))
 
 
 def _is_of_tensors(data: Any) -> bool:
@@ -97,7 +104,19 @@ def _join(parts: list[Any]) -> Any:
     return [item for part in parts for item in items_of(part)]
 
 
-def _cut(data: Any, length: int) -> Any:
-    if isinstance(data, Mapping):
-        return honor_mapping(data, {key: _cut(value, length) for key, value in data.items()})
-    return data[:length]
+def _select(joined: Any, tensors: bool, choose: Callable[[int], slice | list[int]]) -> Any:
+    """The rows of each tensor or list that `choose` names, given their number."""
+    if tensors:
+        return recursively_apply(lambda tensor: tensor[choose(len(tensor))], joined)
+    if isinstance(joined, Mapping):
+        return honor_mapping(joined, {key: _select(value, False, choose) for key, value in joined.items()})
+    rows = choose(len(joined))
+    if isinstance(rows, slice) or isinstance(joined, torch.Tensor):
+        return joined[rows]
+    return [joined[row] for row in rows]
+
+
+def _without_last(rows: int, ranks: int, padded: int) -> list[int]:
+    """The rows of all ranks, which have the same number each, without the last one of each of the last `padded` ranks."""
+    own = rows // ranks
+    return [row for row in range(rows) if (row + 1) % own or row // own < ranks - padded]

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from hasten.data.resume import Progress
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, innermost
 from hasten.data.shard import BatchSamplerShard, IterableDatasetShard, SamplerShard, check_divisible, data_part
 from hasten.data.sharded import DataLoaderShard
+from hasten.data.sharding import SHARD, choose_sharding
 from hasten.world.process import World, current
 
 
@@ -34,6 +35,9 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     world: World | None = None,
+    sharding: str = "auto",
+    resume: str = "order",
+    read_ahead: bool = False,
 ) -> DataLoader[Any]:
     """Make a loader that gives each rank its part of the batches of `dataloader`.
 
@@ -42,7 +46,7 @@ def prepare_data_loader(
 
     Args:
         dataloader: any torch DataLoader; it stays as it is, except that a shuffling sampler without a generator gets one when
-            there are several ranks. One with a `DistributedSampler` is this rank's part already.
+            there are several ranks.
         device: where batches go with `put_on_device`; by default the world's device.
         num_processes, process_index: the number of ranks and this one's index; by default those of the world.
         split_batches: cut each batch into one part per rank.
@@ -59,6 +63,9 @@ def prepare_data_loader(
         use_stateful_dataloader: after `load_state_dict`, continue at the saved position without `skip_first_batches`.
         torch_device_mesh: a mesh; ranks that differ only in axes of one model (tp, cp, sp, pp, ep) get the same batches.
         world: the processes that share the data; by default all.
+        sharding, resume: see `DataLoaderConfiguration`.
+        read_ahead: with `dispatch_batches`, rank 0 reads the next step in a thread while the loop's body runs; see
+            `DataLoaderDispatcher`. Loaders that each rank reads itself are not touched; `num_workers` reads ahead for them.
 
     Raises:
         ValueError: the settings contradict each other or the loader; the message says how to change them.
@@ -68,41 +75,57 @@ def prepare_data_loader(
     world = current() if world is None else world
     ranks = world.size if num_processes is None else num_processes
     part, parts = data_part(world.rank if process_index is None else process_index, ranks, torch_device_mesh)
-    if split_batches:
+    how = choose_sharding(dataloader, sharding, parts) if parts > 1 else SHARD
+    if split_batches and how == SHARD:
         check_divisible(_batch_size(dataloader), parts, "a `DataLoader`")
     replaced = _seedable(dataloader, data_seed) if use_seedable_sampler else {}
     fields: dict[str, Any] = {
         "device": (device or world.device) if put_on_device else None,
-        "by_position": use_stateful_dataloader,
+        "by_position": use_stateful_dataloader or resume == "position",
+        "sharding": how,
         "progress": Progress(),
         "_drop_last": _drops_last(dataloader),
         "_non_blocking": non_blocking,
         "world": world,
     }
-    if _dispatches(dataloader, dispatch_batches, put_on_device):
+    if _dispatches(dataloader, dispatch_batches, put_on_device, how):
         from hasten.data.dispatch import DataLoaderDispatcher
 
         fields |= {"split_batches": split_batches, "slice_fn": slice_fn_for_dispatch, "parts": parts}
+        fields["read_ahead"] = read_ahead
         # The workers' seed is drawn from the process's generator, because every rank draws one at each pass.
         return DataLoaderDispatcher.adopt(dataloader, {**replaced, "generator": None}, **fields)
+    had_generator = getattr(get_sampler(dataloader), "generator", None) is not None
     generator = _synchronized_generator(dataloader, replaced) if ranks > 1 else None
     if rng_types is not None:
         fields["rng_types"] = [kind for kind in rng_types if generator is not None or not _is_generator(kind)]
         fields["synchronized_generator"] = generator
-    if parts > 1 and not isinstance(get_sampler(dataloader), DistributedSampler):
-        share = _stream_part if isinstance(dataloader.dataset, IterableDataset) else _index_part
+    fields["owns_generator"] = not had_generator and generator is not None and not _is_stream(dataloader)
+    if parts > 1 and how == SHARD:
+        share = _stream_part if _is_stream(dataloader) else _index_part
         replaced |= share(dataloader, replaced, part, parts, split_batches, even_batches)
     return DataLoaderShard.adopt(dataloader, replaced, **fields)
 
 
-def _dispatches(dataloader: DataLoader[Any], wanted: bool | None, put_on_device: bool) -> bool:
+def _dispatches(dataloader: DataLoader[Any], wanted: bool | None, put_on_device: bool, how: str) -> bool:
     """Whether rank 0 reads for all."""
+    if how != SHARD:
+        if wanted:
+            raise ValueError(
+                f"`dispatch_batches=True` and sharding={how!r}: rank 0 would read for all what each rank has already. Leave one of "
+                "the two out (a DistributedSampler counts as sharding='already')."
+            )
+        return False
     if wanted and not put_on_device:
         raise ValueError(
             "Using `dispatch_batches=True` requires `put_on_device=True`: the batches that are sent arrive on the device. Leave "
             "the loader's device placement on, or set `dispatch_batches=False`."
         )
-    return put_on_device and isinstance(dataloader.dataset, IterableDataset) if wanted is None else wanted
+    return put_on_device and _is_stream(dataloader) if wanted is None else wanted
+
+
+def _is_stream(dataloader: DataLoader[Any]) -> bool:
+    return isinstance(dataloader.dataset, IterableDataset)
 
 
 def _is_generator(kind: Any) -> bool:
@@ -176,7 +199,9 @@ def _stream_part(
     """What of a loader is replaced so that it reads its part of an iterable dataset."""
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
-    if not split and hasattr(dataset, "shard") and getattr(dataset, "n_shards", 0) >= parts:
+    if (
+        not split and hasattr(dataset, "shard") and getattr(dataset, "n_shards", 0) >= parts
+    ):  # it reads its sources only
         return {"dataset": dataset.shard(num_shards=parts, index=part)}
     shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, parts, part, split)
     if dataloader.num_workers == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hasten.data.randomness import ALL, TORCH
+from hasten.data.randomness import ALL, TORCH, State, rewound
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, innermost
 from hasten.data.shard import BatchSamplerShard, SamplerShard
 from hasten.world.process import World
@@ -55,8 +57,13 @@ class Order:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
+    @property
+    def owns_generator(self) -> bool:
+        """Whether the sampler's generator was made by us: with several ranks, for a sampler that has none with one."""
+        return getattr(self.loader, "owns_generator", False)
+
     def generators(self) -> list[torch.Generator]:
-        """The generators that the order is drawn from, besides the process's own."""
+        """The generators that the order is drawn from, besides the process's own; one that was made by us comes last."""
         parts = [self.loader, *self.choosers]
         if self.is_stream:  # what a map-style dataset draws is not the order
             parts += [self.loader.dataset, getattr(self.loader.dataset, "dataset", None)]
@@ -66,7 +73,60 @@ class Order:
             generator = None if isinstance(part, SeedableRandomSampler) else getattr(part, "generator", None)
             if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
                 found.append(generator)
+        if self.owns_generator:
+            found.sort(key=lambda generator: generator is self.sampler.generator)
         return found
+
+    def translated(self, state: State) -> State:
+        """A loader's state, where a sampler without a generator draws otherwise on one rank than on several.
+
+        Alone it draws from the process's generator, at first a seed; among several ranks from a generator that was made for it.
+        """
+        if state["owns_generator"] == self.owns_generator:
+            return state
+        state = {**state, "generators": list(state["generators"])}
+        saved = dict(state.get("order") or {})
+        if self.owns_generator:
+            drawn = self._permutation(state, saved)
+            saved.pop("permutation", None)
+            saved["generators"] = [*saved.get("generators", ()), drawn.get_state()]
+            torch.empty((), dtype=torch.int64).random_(generator=drawn)  # the next epoch has another order
+            state["generators"].append(drawn.get_state())
+        else:
+            state["generators"].pop()
+            if saved:
+                saved["generators"] = list(saved["generators"])
+                saved["permutation"] = saved["generators"].pop()
+        return {**state, "order": saved} if state.get("order") else state
+
+    def _permutation(self, state: State, saved: State) -> torch.Generator:
+        """The generator that an order was drawn from, which one rank alone drew from the process's."""
+        generator = torch.Generator()
+        if "permutation" in saved:
+            return generator.set_state(saved["permutation"])
+        if "torch" not in saved:  # between epochs there is no order yet: what `prepare` has seeded will do
+            return generator.set_state(self.sampler.generator.get_state())
+        with rewound({"torch": saved["torch"]}):
+            if state["draws_seed"] and self.loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()
+            if isinstance(self.sampler, RandomSampler):
+                generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            else:
+                generator.set_state(torch.get_rng_state())
+        return generator
+
+    @contextmanager
+    def drawing_from(self, permutation: torch.Tensor | None) -> Iterator[None]:
+        """Let the sampler draw from a generator of this state inside; from what it draws always if there is none."""
+        if permutation is None:
+            yield
+            return
+        own, self.sampler.generator = self.sampler.generator, torch.Generator()
+        self.sampler.generator.set_state(permutation)
+        try:
+            yield
+        finally:
+            self.sampler.generator = own
 
     def kinds(self) -> tuple[str, ...]:
         """Which of the process's own generators the order may be drawn from."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from hasten.collectives.nested import send_to_device
 from hasten.data.order import Order
 from hasten.data.randomness import State, capture, restore, rewound
-from hasten.data.resume import FetchWatch, Position, Progress
+from hasten.data.resume import Count, FetchWatch, Position, Progress
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, set_sampler
+from hasten.data.sharding import REPLICATE, SHARD
 from hasten.data.skippable import SkippableLoader
 from hasten.world import torch_private
 from hasten.world.context import CONTEXT
@@ -38,7 +40,9 @@ class PreparedLoader(SkippableLoader):
     device: torch.device | None
     rng_types: list[Any] | None
     synchronized_generator: torch.Generator | None
+    owns_generator: bool
     by_position: bool
+    sharding: str
     progress: Progress
     world: World | None
     end_of_dataloader: bool
@@ -74,6 +78,8 @@ class PreparedLoader(SkippableLoader):
     def _finish(self, **fields: Any) -> None:
         defaults = {
             "rng_types": None,
+            "owns_generator": False,
+            "sharding": SHARD,
             "synchronized_generator": None,
             "skip_batches": 0,
             "by_position": False,
@@ -90,17 +96,18 @@ class PreparedLoader(SkippableLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self.remainder)
-        skip, resumed = progress.take_pending(self.skip_batches, self._steps_before if self.by_position else None)
-        if skip is None:
+        begin = progress.take_pending(self.skip_batches, self._find if self.by_position else None)
+        if begin is None:
             self.skip_batches = 0
             return
-        position = progress.position = Position(batches=skip)
+        position = progress.position = Position(begin.offset, begin.batches)
+        self._leave_out(begin.offset)
         self.end_of_dataloader, self.remainder = False, self._remainder_at_start()
         order = Order(self)
         order.set_epoch(progress.iteration)
         CONTEXT.loaders.push(self)
         try:
-            batches, batch = self._begin(order, position, resumed)
+            batches, batch = self._begin(order, position, begin.state)
             if batch is not END:
                 batches, batch = self._on_the_way(batches, batch, position)
                 for following in batches:
@@ -121,6 +128,9 @@ class PreparedLoader(SkippableLoader):
         """The batches and the first of them, watched if need be, each on the device as soon as it is fetched."""
         if self._fetches_here() and self.progress.fetch_kinds != ():
             batches = FetchWatch(self.progress, position).over(batches)
+        source = self._data_source() if self.by_position else None
+        if source is not None:
+            batches = _noting_state(batches, source, position)
         if self.device is None or _stays(first, self.device):
             return batches, first
         move = partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
@@ -129,6 +139,7 @@ class PreparedLoader(SkippableLoader):
     def _leave(self, position: Position, outer: tuple[Position | None, bool, int]) -> None:
         """Forget what belonged to this pass alone; a loop around it over the same loader goes on where it was."""
         self.skip_batches = self.indices.start = 0
+        self._leave_out(0)
         self.indices.holds = position.running = False
         if outer[0] is not None and outer[0].running:
             self.progress.position, self.end_of_dataloader, self.remainder = outer
@@ -140,15 +151,19 @@ class PreparedLoader(SkippableLoader):
             self._synchronize(order)
             position.order = capture(kinds, generators)
             position.draws_seed = not (self.progress.keeps_workers or torch_private.keeps_workers(self))
-            batches = self._open(position)
+            batches = self._open(position, position.batches)
             return batches, next(batches, END)
         ahead = resumed["ahead"] if position.batches == resumed["batches"] else None
         # What the checkpoint restored stays as it is: an uninterrupted run would not draw the order now.
-        with rewound({**(ahead or {}), **resumed["order"]}, generators):
+        drawn = {**(ahead or {}), **resumed["order"]}
+        permutation = drawn.pop("permutation", None)
+        with rewound(drawn, generators), order.drawing_from(permutation):
             self._synchronize(order)
             position.order, position.draws_seed = capture(kinds, generators), resumed["draws_seed"]
+            if permutation is not None:
+                position.order["permutation"] = permutation
             self.indices.holds = True
-            batches = self._open(position)
+            batches = self._open(position, skip=0 if self._restore_data(resumed, position) else position.batches)
             if self.is_iterable:
                 return batches, _fetch_again(batches, ahead)
             if not self.indices.draw(self._batches_per_step(), otherwise=lambda: restore(ahead or {})):
@@ -156,14 +171,38 @@ class PreparedLoader(SkippableLoader):
             self._after_order()
         return batches, _fetch_again(batches, ahead)
 
-    def _open(self, position: Position) -> Iterator[Any]:
+    def _data_source(self) -> Any:
+        """What keeps the place in a stream: the user's own loader class, or the dataset that this process reads; or None."""
+        if not self.is_iterable:
+            return None
+        own = super()
+        if hasattr(own, "state_dict"):  # StatefulDataLoader of torchdata
+            return own
+        whole = getattr(self.dataset, "dataset", self.dataset) if self._is_whole_stream() else self.dataset
+        return whole if self._fetches_here() and hasattr(whole, "state_dict") else None
+
+    def _is_whole_stream(self) -> bool:
+        """Whether this rank reads the whole stream, so that its place in it is the same on any number of ranks."""
+        return True
+
+    def _restore_data(self, resumed: State, position: Position) -> bool:
+        """Put the stream in the place that a position has noted, if it fits; then nothing is read and dropped."""
+        source = self._data_source() if resumed.get("data") is not None else None
+        fits = self.by_position or position.batches == resumed["batches"]
+        if source is None or not fits:
+            return False
+        source.load_state_dict(copy.deepcopy(resumed["data"]))
+        self._leave_out(0)
+        return True
+
+    def _open(self, position: Position, skip: int) -> Iterator[Any]:
         """This rank's batches; the workers that are started for them draw a seed only if an uninterrupted run does."""
         if position.draws_seed or torch_private.keeps_workers(self):
-            return self._deliveries(position.batches)
+            return self._deliveries(skip)
         own, self.generator = self.generator, torch.Generator()
         self.generator.set_state(torch.get_rng_state())
         try:
-            return self._deliveries(position.batches)
+            return self._deliveries(skip)
         finally:
             self.generator = own
 
@@ -227,9 +266,11 @@ class PreparedLoader(SkippableLoader):
         strings, lists and dictionaries only.
         """
         state = self.progress.save()
-        order, size, length = Order(self), self.total_batch_size, self._samples_per_pass()
-        samples = -1 if size is None else state["batches"] * size
-        state["samples"] = samples if length is None or samples < 0 else min(samples, length)
+        order, count = Order(self), self._count()
+        state["counts"], state["done"] = count.what, state["offset"] + state["batches"] * count.per_step
+        state["samples"] = self._samples_after(state["done"], count)
+        state["ranks"] = (self.world or current()).size
+        state["owns_generator"] = order.owns_generator
         state["generators"] = [generator.get_state() for generator in order.generators()]
         state["seed"] = order.sampler.initial_seed if isinstance(order.sampler, SeedableRandomSampler) else None
         state["keeps_workers"] = self.progress.keeps_workers or torch_private.keeps_workers(self)
@@ -246,12 +287,13 @@ class PreparedLoader(SkippableLoader):
         """
         order = Order(self)
         generators = order.generators()
+        if {"iteration", "status", "generators", "owns_generator"} <= state_dict.keys():
+            state_dict = order.translated(state_dict)
         if not {"iteration", "status"} <= state_dict.keys() or len(state_dict.get("generators", ())) != len(generators):
             raise ValueError(
                 f"This is not the state of a loader like this one: it has {sorted(state_dict)} with "
                 f"{len(state_dict.get('generators', ()))} generators, the loader has {len(generators)}. Build the loader with "
-                "the same sampler and `generator` as when the state was saved, prepare it in the same place, and do not change "
-                "between one process and several (a sampler without a generator draws otherwise there)."
+                "the same sampler and `generator` as when the state was saved, and prepare it in the same place."
             )
         self.progress.load(state_dict)
         self.progress.keeps_workers = state_dict["keeps_workers"]
@@ -260,17 +302,60 @@ class PreparedLoader(SkippableLoader):
         if isinstance(order.sampler, SeedableRandomSampler) and state_dict["seed"] is not None:
             order.sampler.initial_seed = state_dict["seed"]
 
-    def _steps_before(self, state: State) -> int:
-        """The steps of this loader that lead to a saved position, also if the number of ranks has changed."""
-        size, samples = self.total_batch_size, state["samples"]
-        if size is None or samples < 0:
-            return state["batches"]
-        if samples % size:
-            raise NotImplementedError(
-                f"The saved position, after {samples} samples, lies within a step of this loader, which has {size} samples over "
-                "all ranks. Use a number of ranks and a batch size whose product divides it."
-            )
-        return samples // size
+    def _count(self) -> Count:
+        """How the positions of this loader are counted: by samples if a pass can begin at any of them."""
+        batches = self.indices.batches
+        if self.is_iterable:
+            return Count("samples", self.batch_size or 1)
+        if type(batches) is BatchSampler:
+            return Count("samples", batches.batch_size)
+        single = self.batch_sampler is None and not isinstance(batches, BatchSampler)
+        return Count("samples" if single else "batches", 1)
+
+    def _samples_after(self, done: int, count: Count) -> int:
+        """The samples that so much of a pass has, those of all ranks, repeated ones not counted; -1 if unknown."""
+        size, length = self.total_batch_size, self._samples_per_pass()
+        if size is None:
+            return -1
+        samples = done if count.what == "samples" else done * size // count.per_step
+        return samples if length is None else min(samples, length)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank gets all of the data."""
+        return self.sharding == REPLICATE
+
+    @property
+    def padded_ranks(self) -> int:
+        """In the last step, this many ranks, the last ones, have a repeated sample at the end of their batch."""
+        return 0
+
+    def _find(self, state: State) -> tuple[int, int]:
+        """The offset and the batches before a saved position, also if the number of ranks has changed."""
+        count = self._count()
+        done, offset = self._done(state, count), state["offset"] if state["counts"] == count.what else 0
+        for start in (0, offset):
+            steps, rest = divmod(done - start, count.per_step)
+            if rest == 0 and steps >= 0:
+                return start, steps
+        return done, 0
+
+    def _done(self, state: State, count: Count) -> int:
+        if state["counts"] == count.what:
+            return state["done"]
+        size = None if self.total_batch_size is None else self.total_batch_size // count.per_step
+        if count.what == "samples" and state["samples"] >= 0:
+            return state["samples"]
+        if count.what == "batches" and size and state["samples"] >= 0 and state["samples"] % size == 0:
+            return state["samples"] // size
+        raise NotImplementedError(
+            f"The saved position, after {state['done']} {state['counts']}, can not be found by counting {count.what}. Prepare the "
+            "loader as it was prepared when the position was saved (same kind of batch sampler, `dispatch_batches`, batch size)."
+        )
+
+    def _leave_out(self, offset: int) -> None:
+        """Let the next pass begin after so much of its order; 0 for a whole pass."""
+        self.indices.offset = offset
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -305,6 +390,16 @@ class PreparedLoader(SkippableLoader):
 
     def _picklable(self) -> dict[str, Any]:
         return {**super()._picklable(), "world": None, "progress": Progress(self.iteration)}
+
+
+def _noting_state(batches: Iterator[Any], source: Any, position: Position) -> Iterator[Any]:
+    """The same batches; before each of them is fetched, the state of where they come from is noted."""
+    while True:
+        position.data = copy.deepcopy(source.state_dict())
+        batch = next(batches, END)
+        if batch is END:
+            return
+        yield batch
 
 
 def _fetch_again(batches: Iterator[Any], ahead: State | None) -> Any:

@@ -20,23 +20,49 @@ ENDING = "ending"  # the last batch was in the loop's body
 LEFT = "left"  # the loop had been left by `break` or an error
 
 
+@dataclass(frozen=True)
+class Count:
+    """How positions are counted over all ranks, so that they mean the same on any number of ranks.
+
+    Args:
+        what: "samples", or "batches" where batches can not be divided anew.
+        per_step: how many of these a step of all ranks takes.
+    """
+
+    what: str
+    per_step: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a pass begins: after `offset` (see `Count`), then `batches` of this rank; `state` is what it continues."""
+
+    offset: int
+    batches: int
+    state: State | None = None
+
+
 @dataclass
 class Position:
     """One pass over the data.
 
     Args:
-        batches: batches handed to the loop, the skipped ones included.
+        offset: what is left out before the first batch, in what `Count` counts: a pass of another number of ranks ended there.
+        batches: batches handed to the loop after that, the skipped ones included.
         draws_seed: whether a seed for workers was drawn before the order; workers that are kept have theirs.
         order: the generators' states before the order was drawn.
         ahead: those before the batch that has been fetched ahead, if fetching draws.
+        data: the state of a dataset that has one, before the batch that has been fetched ahead.
         running: whether the loop is in its body.
         last: whether the last batch has been handed out.
     """
 
+    offset: int = 0
     batches: int = 0
     draws_seed: bool = True
     order: State | None = None
     ahead: State | None = None
+    data: Any = None
     running: bool = True
     last: bool = False
 
@@ -70,14 +96,16 @@ class Progress:
         """The epoch and the position in it, as plain values and tensors."""
         position = self.position
         if position is None:
-            return {"iteration": self.iteration, "status": IDLE, "batches": 0}
+            return {"iteration": self.iteration, "status": IDLE, "offset": 0, "batches": 0}
         return {
             "iteration": self.iteration,
             "status": position.status,
+            "offset": position.offset,
             "batches": position.batches,
             "draws_seed": position.draws_seed,
             "order": position.order,
             "ahead": position.ahead,
+            "data": position.data,
         }
 
     def load(self, state: State) -> None:
@@ -95,25 +123,27 @@ class Progress:
             if not 0 <= epoch - self.pending["iteration"] <= ending:
                 self.pending = None
 
-    def take_pending(self, skip: int, steps_before: Callable[[State], int] | None) -> tuple[int | None, State | None]:
+    def take_pending(self, skip: int, find: Callable[[State], tuple[int, int]] | None) -> Start | None:
         """What the next pass, asked to leave out `skip` batches, does about a loaded position.
 
         Args:
             skip: batches to leave out.
-            steps_before: counts the batches before a position, for a pass that continues there by itself.
+            find: gives the offset and the batches before a position, for a pass that continues there by itself.
 
         Returns:
-            The batches that it leaves out, None if nothing is left of its epoch, and the state whose order it draws again.
+            Where it begins; None if nothing is left of its epoch.
         """
         state, self.pending = self.pending, None
         if state is None:
-            return skip, None
+            return Start(0, skip)
         if state["status"] == ENDING:
-            return (None if skip >= state["batches"] else skip), None
-        if steps_before is not None and skip == 0:
-            skip = steps_before(state)
-        # A loop that was left begins anew in an uninterrupted run, too, unless it is told to skip.
-        return skip, state if state["status"] == RUNNING or skip > 0 else None
+            return None if skip >= state["batches"] else Start(0, skip)
+        if find is not None and skip == 0:
+            return Start(*find(state), state)
+        if state["status"] == LEFT and skip == 0:
+            # A loop that was left begins anew in an uninterrupted run, too, unless it is told to skip.
+            return Start(0, 0)
+        return Start(state["offset"], skip, state)
 
 
 class FetchWatch:

@@ -109,22 +109,27 @@ def samples_from(sampler: Iterable[int], start: int) -> Iterator[int]:
     finish()
 
 
-def batches_from(batches: Iterable[Any], start: int) -> Iterator[Any]:
+def batches_from(batches: Iterable[Any], start: int, offset: int = 0) -> Iterator[Any]:
     """The batches of one pass over a batch sampler after the first `start`; nothing is read from the dataset.
 
-    Samplers that can begin later themselves have a method `batches_from(start)`.
+    Samplers that can begin later themselves have a method `batches_from(start, offset)`.
+
+    Args:
+        batches: torch's own batch sampler, or another one.
+        start: batches to leave out.
+        offset: what is left out before the first of them: samples of torch's own batch sampler, batches of another one.
     """
-    if start <= 0:
+    if start <= 0 and offset <= 0:
         return iter(batches)
     own = getattr(batches, "batches_from", None)
     if own is not None:
-        return own(start)
+        return own(start, offset)
     if type(batches) is BatchSampler:
-        rest = samples_from(batches.sampler, start * batches.batch_size)
+        rest = samples_from(batches.sampler, offset + start * batches.batch_size)
         return iter(BatchSampler(rest, batches.batch_size, batches.drop_last))
     if isinstance(batches, (RandomSampler, SequentialSampler)):
-        return samples_from(batches, start)
-    return islice(iter(batches), start, None)
+        return samples_from(batches, start + offset)
+    return islice(iter(batches), start + offset, None)
 
 
 def innermost(batches: Any) -> Any:

@@ -104,14 +104,31 @@ class BatchSamplerShard(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         return self.batches_from(0)
 
-    def batches_from(self, start: int) -> Iterator[list[int]]:
-        """This rank's batches of one pass after its first `start`, found by counting and not by reading."""
+    @property
+    def units_per_round(self) -> int:
+        """What all ranks take in a round: samples if `is_sliced`, else batches of the batch sampler."""
+        if self.is_sliced:
+            return self._own_size * self.num_processes
+        return 1 if self.split_batches else self.num_processes
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether a round is a slice of a sampler's order, so that a pass can begin at any sample."""
+        return type(self.batch_sampler) is BatchSampler
+
+    def batches_from(self, start: int, offset: int = 0) -> Iterator[list[int]]:
+        """This rank's batches of one pass after its first `start`, found by counting and not by reading.
+
+        Args:
+            start: this rank's batches to leave out.
+            offset: what is left out before the first of them: samples of the order if `is_sliced`, else whole batches.
+        """
         self.real = 0
         if type(self.batch_sampler) is BatchSampler:
-            return self._slices(self.batch_sampler.sampler, start)
-        return self._split(start) if self.split_batches else self._deal(start)
+            return self._slices(self.batch_sampler.sampler, start, offset)
+        return self._split(start + offset) if self.split_batches else self._deal(start, offset)
 
-    def _slices(self, sampler: Iterable[int], start: int) -> Iterator[list[int]]:
+    def _slices(self, sampler: Iterable[int], start: int, offset: int) -> Iterator[list[int]]:
         """Torch's own batch sampler makes batches of consecutive samples: a round is a slice of the order."""
         own = self._own_size
         size = own * self.num_processes
@@ -119,17 +136,16 @@ class BatchSamplerShard(BatchSampler):
         drawn = draw_order(sampler)
         if drawn is not None:
             order, finish = drawn
-            whole = len(order) // size * size
-            yield from _columns(order, start * size, whole, size, begin, end)
+            skipped = offset + start * size
+            whole = offset + max(0, len(order) - offset) // size * size
+            yield from _columns(order, skipped, whole, size, begin, end)
             finish()
-            if start * size <= whole:
+            if skipped <= whole:
                 yield from self._last(_listed(order[whole:]), _listed(order[:size]), begin, end)
             return
         samples = iter(sampler)
-        chunk = first = list(islice(samples, size))
-        if start > 0:
-            next(islice(samples, (start - 1) * size, (start - 1) * size), None)
-            chunk = list(islice(samples, size))
+        first = list(islice(samples, size))
+        chunk = _after(first, samples, offset + start * size)
         while len(chunk) == size:
             yield chunk[begin:end]
             chunk = list(islice(samples, size))
@@ -161,14 +177,12 @@ class BatchSamplerShard(BatchSampler):
             if batch[begin:end]:
                 yield batch[begin:end]
 
-    def _deal(self, start: int) -> Iterator[list[int]]:
+    def _deal(self, start: int, offset: int) -> Iterator[list[int]]:
         """Whole batches of a batch sampler of any kind, one per rank and round."""
         ranks = self.num_processes
         batches = iter(self.batch_sampler)
-        dealt = first = list(islice(batches, ranks))
-        if start > 0:
-            next(islice(batches, (start - 1) * ranks, (start - 1) * ranks), None)
-            dealt = list(islice(batches, ranks))
+        first = list(islice(batches, ranks))
+        dealt = _after(first, batches, offset + start * ranks)
         while len(dealt) == ranks:
             following = None
             if self.batch_size is not None and len(dealt[-1]) < self.batch_size:
@@ -196,6 +210,15 @@ class BatchSamplerShard(BatchSampler):
             dealt += [list(islice(pool, self.batch_size)) for _ in range(self.num_processes - len(dealt))]
         self.real = real if sum(map(len, dealt)) > real else 0
         return dealt
+
+
+def _after(first: list[Any], rest: Iterator[Any], skip: int) -> list[Any]:
+    """The next `len(first)` items after so many; `first` are those that have been read already."""
+    size = len(first)
+    if skip < size:
+        return first[skip:] + list(islice(rest, skip))
+    next(islice(rest, skip - size, skip - size), None)
+    return list(islice(rest, size))
 
 
 _BLOCK = 4096  # samples of a plain count that are listed at a time
@@ -231,9 +254,9 @@ class SamplerShard:
     def __iter__(self) -> Iterator[int]:
         return self.batches_from(0)
 
-    def batches_from(self, start: int) -> Iterator[int]:
-        """This rank's samples after its first `start`."""
-        return chain.from_iterable(self.batch_sampler.batches_from(start))
+    def batches_from(self, start: int, offset: int = 0) -> Iterator[int]:
+        """This rank's samples after its first `start`, after the first `offset` of all ranks."""
+        return chain.from_iterable(self.batch_sampler.batches_from(start, offset))
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -274,6 +297,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
+        self.offset = 0  # samples of the stream that the next pass leaves out before it shares out the rest
         # A tensor, because its memory can be shared with a worker process that reads in this one's place.
         self._real = torch.zeros((), dtype=torch.int64)
 
@@ -296,22 +320,28 @@ class IterableDatasetShard(IterableDataset[Any]):
     def _own_size(self) -> int:
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
+    @property
+    def round_size(self) -> int:
+        """Samples that all ranks take in a round."""
+        return self._own_size * self.num_processes
+
     def __len__(self) -> int:
         """Samples of this rank; exact if the dataset's own length is."""
         own = self._own_size
-        rounds, rest = divmod(len(self.dataset), own * self.num_processes)  # type: ignore[arg-type]
+        rounds, rest = divmod(len(self.dataset), self.round_size)  # type: ignore[arg-type]
         return own * (rounds if rest == 0 or self.drop_last else rounds + 1)
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        own = self._own_size
-        round_size = own * self.num_processes
+        own, round_size = self._own_size, self.round_size
         begin, end = self.process_index * own, (self.process_index + 1) * own
         self._real.fill_(0)
         samples = iter(self.dataset)
-        chunk = first = list(islice(samples, round_size))
+        first = list(islice(samples, round_size))
+        offset, self.offset = self.offset, 0  # a worker that is kept must not leave it out again
+        chunk = _after(first, samples, offset)
         while len(chunk) == round_size:
             yield from chunk[begin:end]
             chunk = list(islice(samples, round_size))

@@ -8,8 +8,12 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from hasten.data.prepared import PreparedLoader
+from hasten.data.randomness import State
+from hasten.data.resume import Count
 from hasten.data.samplers import get_sampler
 from hasten.data.shard import BatchSamplerShard, IterableDatasetShard, SamplerShard
+from hasten.data.sharding import ALREADY, SHARD
+from hasten.world.process import current
 
 
 class DataLoaderShard(PreparedLoader):
@@ -79,6 +83,34 @@ class DataLoaderShard(PreparedLoader):
             ranks = 1 if shard.split_batches else shard.num_processes
         return None if size is None else size * ranks
 
+    def _count(self) -> Count:
+        shard, sampler = self._shard, get_sampler(self)
+        if isinstance(shard, IterableDatasetShard):
+            return Count("samples", shard.round_size)
+        if shard is not None:
+            return Count("samples" if shard.is_sliced else "batches", shard.units_per_round)
+        count = super()._count()
+        ranks = getattr(sampler, "num_replicas", 1) if count.what == "samples" else 1
+        return Count(count.what, count.per_step * ranks)
+
+    def _leave_out(self, offset: int) -> None:
+        shard, sampler = self._shard, get_sampler(self)
+        if isinstance(shard, IterableDatasetShard):
+            shard.offset = offset
+            return
+        if offset and shard is None and self.is_iterable:
+            raise NotImplementedError(
+                f"The saved position, after {offset} samples, lies within a batch of this loader, which has {self.batch_size}. Use "
+                "a batch size that divides it."
+            )
+        ranks = getattr(sampler, "num_replicas", 1) if shard is None else 1
+        if offset % ranks:
+            raise NotImplementedError(
+                f"The saved position, after {offset} samples, can not be found by a DistributedSampler of {ranks} ranks, which "
+                "deals single samples. Use a number of ranks that divides it, or let `prepare` share a plain sampler out."
+            )
+        super()._leave_out(offset // ranks)
+
     @property
     def total_dataset_length(self) -> int:
         """Samples of the whole dataset, all ranks together.
@@ -93,8 +125,36 @@ class DataLoaderShard(PreparedLoader):
         sampler = get_sampler(self)
         return sampler.total_size if isinstance(sampler, DistributedSampler) else super()._samples_per_pass()
 
+    def _find(self, state: State) -> tuple[int, int]:
+        ranks = (self.world or current()).size
+        if state["ranks"] != ranks and self._is_own_part(max(ranks, state["ranks"])):
+            raise ValueError(
+                f"The position was saved by {state['ranks']} ranks and can not be continued by {ranks}: the loader is each rank's "
+                "own part of the data, and nobody knows how these parts have changed. Let `prepare` share the data out, or begin "
+                "the epoch again with `loader.set_epoch(...)`."
+            )
+        return super()._find(state)
+
+    def _is_own_part(self, ranks: int) -> bool:
+        """Whether this rank reads data that are not a known part of the whole."""
+        if self.sharding == ALREADY:
+            return not isinstance(get_sampler(self), DistributedSampler)
+        return self.sharding == SHARD and self.is_iterable and self._shard is None and ranks > 1
+
+    def _is_whole_stream(self) -> bool:
+        return not self._is_own_part((self.world or current()).size)
+
+    @property
+    def padded_ranks(self) -> int:
+        """In the last step, this many ranks, the last ones, have a repeated sample at the end of their batch."""
+        sampler = get_sampler(self)
+        dealt = isinstance(sampler, DistributedSampler) and self._shard is None and not self._drop_last
+        return max(0, sampler.total_size - self.total_dataset_length) if dealt else 0
+
     def _remainder_at_start(self) -> int:
         shard, sampler = self._shard, get_sampler(self)
+        if self.sharding != SHARD and not isinstance(sampler, DistributedSampler):
+            return 0  # nothing is repeated
         if self._drop_last or isinstance(shard, IterableDatasetShard):
             return -1
         if isinstance(sampler, DistributedSampler):
@@ -102,10 +162,10 @@ class DataLoaderShard(PreparedLoader):
             return -1 if sampler.total_size > self.total_dataset_length else 0
         if shard is not None and not shard.even_batches:
             return 0
-        size, length = self.total_batch_size, self._samples_per_pass()
+        size, length, position = self.total_batch_size, self._samples_per_pass(), self.progress.position
         if self.is_iterable or size is None or length is None:
             return 0 if shard is None else -1
-        return length % size
+        return (length - (position.offset if position is not None else 0)) % size
 
     def _remainder_at_end(self) -> int:
         shard = self._shard

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hasten.data.samplers import batches_from
+from hasten.world.context import CONTEXT
 from hasten.world.torch_private import LoaderOverIndices, forget_iterator
+
+logger = logging.getLogger(__name__)
 
 Self = TypeVar("Self", bound="SkippableLoader")
 
@@ -23,6 +27,7 @@ class IndexSource:
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
         self.start = 0
+        self.offset = 0
         self.holds = False
         self.notes_first = False
         self.first: Any = None
@@ -30,8 +35,8 @@ class IndexSource:
         self._then: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        noting = self.notes_first and self.start > 0
-        indices = self._noting_first() if noting else batches_from(self.batches, self.start)
+        noting = self.notes_first and (self.start > 0 or self.offset > 0)
+        indices = self._noting_first() if noting else batches_from(self.batches, self.start, self.offset)
         if self._then is not None:
             then, self._then = self._then, None
             return _calling(indices, then)
@@ -44,9 +49,15 @@ class IndexSource:
         return len(self.batches)  # type: ignore[arg-type]
 
     def _noting_first(self) -> Iterator[Any]:
-        indices = iter(self.batches)
-        self.first = next(indices, None)
-        yield from islice(indices, self.start - 1, None)
+        if type(self.batches) is BatchSampler:
+            samples, size = iter(self.batches.sampler), self.batches.batch_size
+            self.first = list(islice(samples, size))
+            rest = islice(chain(self.first, samples), self.offset + self.start * size, None)
+            yield from BatchSampler(rest, size, self.batches.drop_last)
+        else:
+            indices = iter(self.batches)
+            self.first = next(indices, None)
+            yield from islice(chain((self.first,), indices), self.offset + self.start, None)
 
     def draw(self, count: int, otherwise: Callable[[], None]) -> bool:
         """Take `count` batches of indices from the sampler now, for later.
@@ -135,7 +146,8 @@ class SkippableLoader(LoaderOverIndices):
         """The batches of one pass after the first `skip`, as torch gives them."""
         self.indices.start = 0 if self.is_iterable else skip
         batches = super().__iter__()
-        if self.is_iterable:
+        if self.is_iterable and skip > 0:
+            _say_that_it_reads(skip)
             next(islice(batches, skip, skip), None)
         return batches
 
@@ -157,6 +169,15 @@ class SkippableLoader(LoaderOverIndices):
 
     def _picklable(self) -> dict[str, Any]:
         return {**self.__dict__, "_iterator": None}
+
+
+def _say_that_it_reads(batches: int) -> None:
+    if CONTEXT.first_time("a stream is skipped by reading"):
+        logger.warning(
+            "%d batches of a stream are read and dropped to go on after them: it can only be read forward. A dataset with "
+            "`state_dict` and `load_state_dict` under DataLoaderConfiguration(resume='position') goes on at once.",
+            batches,
+        )
 
 
 def _subclass(kind: type[Self], user: type[DataLoader[Any]]) -> type[Self]:

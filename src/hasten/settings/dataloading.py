@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+SHARDINGS = ("auto", "shard", "already", "replicate")
+RESUMES = ("order", "position")
 
 
 @dataclass
@@ -17,7 +20,17 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a sampler seeded with (seed + epoch), equal on all ranks without communication.
         data_seed: seed of that sampler; None draws one from torch's generator.
         non_blocking: copy batches to the device without waiting (useful with pinned memory).
-        use_stateful_dataloader: use torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader: as `resume="position"`; the name is accelerate's, and torchdata is not needed.
+        sharding: "shard" shares the data out over the ranks; "already" takes a loader as this rank's own part; "replicate" gives
+            every rank all of it, and `gather_for_metrics` counts it once. "auto" is "already" for a loader with a
+            `DistributedSampler` or a dataset split by `split_dataset_by_node`, what the attribute `sharding` of the loader or
+            its dataset says, and else "shard".
+        resume: what `load_state` restores of a loader. "order": its seed and epoch, so that `skip_first_batches(loader, n)`
+            continues exactly; "position": the place in the epoch, too, and the next pass continues there by itself.
+        read_ahead: with `dispatch_batches`, read the next step in a thread while the loop's body runs.
+
+    Raises:
+        ValueError: a setting is not one of its values.
     """
 
     split_batches: bool = False
@@ -27,3 +40,14 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    sharding: str = field(default="auto", kw_only=True)
+    resume: str = field(default="order", kw_only=True)
+    read_ahead: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("sharding", SHARDINGS), ("resume", RESUMES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"DataLoaderConfiguration({name}={getattr(self, name)!r}): it must be one of "
+                    f"{', '.join(map(repr, allowed))}."
+                )
