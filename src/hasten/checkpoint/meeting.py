@@ -30,7 +30,7 @@ from hasten.world.process import World
 
 # Seconds without anybody joining after which the main process goes on: for the first save of a kind, once as many have joined
 # as last time, and before that many have. Saves are of one kind if the numbers in their names are all that differs.
-PATIENCE, SHORT_PATIENCE, LONG_PATIENCE = 3.0, 0.25, 60.0
+PATIENCE, SHORT_PATIENCE, LONG_PATIENCE = 3.0, 0.25, 15.0
 _IN, _OUT = "in", "out"
 _KEPT = 4  # saves whose keys stay
 
