@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from hasten.collectives.gather import gather_as
-from hasten.collectives.nested import children, honor_mapping, recursively_apply
+from hasten.collectives.nested import children, concatenate, honor_mapping, recursively_apply
 from hasten.collectives.objects import gather_each, items_of
 from hasten.collectives.verify import DistributedOperationException, key_text
 from hasten.collectives.wire import wire_of
@@ -51,6 +51,8 @@ def gather_for_metrics(
     if wire is None:
         return input_data
     tensors = not use_gather_object and _is_of_tensors(input_data)
+    if tensors and loader is not None and loader.end_of_dataloader and getattr(loader, "has_uneven_end", False):
+        return concatenate(gather_each(input_data, _NAME, wire, of="tensors of different lengths"))
     if tensors:
         joined = gather_as(_NAME, input_data, wire, of="tensors")
     else:

@@ -151,6 +151,12 @@ class DataLoaderShard(PreparedLoader):
         dealt = isinstance(sampler, DistributedSampler) and self._shard is None and not self._drop_last
         return max(0, sampler.total_size - self.total_dataset_length) if dealt else 0
 
+    @property
+    def has_uneven_end(self) -> bool:
+        """Whether the ranks' last batches may have different lengths."""
+        shard = self._shard
+        return isinstance(shard, BatchSamplerShard) and not shard.even_batches and not self._drop_last
+
     def _remainder_at_start(self) -> int:
         shard, sampler = self._shard, get_sampler(self)
         if self.sharding != SHARD and not isinstance(sampler, DistributedSampler):
