@@ -15,6 +15,7 @@ NAMES = (
     "launch",
     "prepared_loop",
     "loader",
+    "resume",
     "ddp_step",
     "collectives",
     "clipping",
