@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 import torch
 
-from hasten.data.randomness import ALL, TORCH, capture, differs, restore, rewound
+from hasten.data.randomness import ALL, TORCH, Glance, capture, differs, restore, rewound
 
 
 def draw() -> list[float]:
@@ -58,3 +58,22 @@ def test_drawing_is_seen():
         [lambda: torch.rand(()), random.random, numpy.random.rand][number]()
         after = capture(ALL)
         assert [each for each in ALL if differs({each: before[each]}, after)] == [kind]
+
+
+def test_a_glance_sees_what_is_drawn_and_holds_what_was_before():
+    draws = {"torch": lambda: torch.rand(()), "python": random.random, "numpy": numpy.random.rand}
+    first = Glance(ALL)
+    for quick in (None, first):
+        for kind, draw in draws.items():
+            glance = Glance(ALL, quick)
+            assert glance.changed() == []
+            drawn = draw()
+            assert glance.changed() == [kind]
+            restore(glance.state([kind]))
+            assert draw() == drawn
+
+
+def test_a_glance_holds_what_capture_takes():
+    taken, seen = capture(ALL), Glance(ALL).state(ALL)
+    seen["generators"] = []
+    assert not differs(taken, seen)

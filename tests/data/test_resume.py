@@ -25,6 +25,14 @@ class Augmented(Numbers):
         return torch.tensor([index, torch.rand(()).item(), random.random(), numpy.random.rand()])
 
 
+class SometimesAugmented(Numbers):
+    """Only the last samples are drawn, and each from another generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        draws = {7: lambda: torch.rand(()).item(), 8: random.random, 9: numpy.random.rand}
+        return torch.tensor([index, draws.get(index, lambda: 0.0)()])
+
+
 class ShuffledStream(IterableDataset[int]):
     def __init__(self, own: torch.Generator | None = None) -> None:
         self.generator = own
@@ -83,6 +91,8 @@ KINDS: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
     "seedable": (lambda: indexed(shuffle=True), SEEDABLE),
     "batch sampler": (lambda: DataLoader(Numbers(SIZE), batch_sampler=ShuffledBatches()), {}),
     "augmented": (lambda: indexed(Augmented(SIZE), shuffle=True), {}),
+    "sometimes augmented": (lambda: indexed(SometimesAugmented(SIZE)), {}),
+    "sometimes augmented, shuffled": (lambda: indexed(SometimesAugmented(SIZE), shuffle=True), {}),
     "own class": (lambda: Lazy(Augmented(SIZE), batch_size=BATCH, shuffle=True), {}),
     "unbatched": (lambda: indexed(batch_size=None, shuffle=True), {}),
     "stream": (lambda: DataLoader(ShuffledStream(), batch_size=BATCH), {}),

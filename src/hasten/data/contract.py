@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
@@ -105,7 +104,7 @@ def describe(loader: PreparedLoader) -> EpochContract:
         elif not isinstance(loader, DataLoaderDispatcher):
             notes.append("Each rank reads its own sources, so that the ranks may have different numbers of samples.")
     return EpochContract(
-        dataset=type(_whole(loader)).__name__,
+        dataset=type(loader.whole_dataset).__name__,
         samples=_samples(loader),
         division=division,
         parts=parts,
@@ -119,16 +118,12 @@ def describe(loader: PreparedLoader) -> EpochContract:
     )
 
 
-def _whole(loader: PreparedLoader) -> Any:
-    return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
-
-
 def _samples(loader: PreparedLoader) -> int | None:
     """Samples that an epoch of all ranks is made of."""
     try:
         sampler = loader.get_sampler()
         if isinstance(sampler, DistributedSampler) or loader.is_iterable or sampler is None:
-            return len(_whole(loader))
+            return len(loader.whole_dataset)
         number: int = len(sampler)  # type: ignore[arg-type]
         return number
     except TypeError:
@@ -182,7 +177,7 @@ def _own_batch_size(loader: PreparedLoader, parts: int) -> int | None:
 def _share(loader: PreparedLoader, parts: int, own: int | None) -> Share:
     samples, sampler = _samples(loader), loader.get_sampler()
     if isinstance(sampler, DistributedSampler) and parts == sampler.num_replicas and own:
-        extra = sampler.total_size - len(_whole(loader))
+        extra = sampler.total_size - len(loader.whole_dataset)
         steps = sampler.num_samples // own if loader._drop_last else math.ceil(sampler.num_samples / own)
         each = (sampler.num_samples,) * parts
         return Share(each, (steps,) * parts, max(0, extra), max(0, -extra))

@@ -178,12 +178,12 @@ class PreparedLoader(SkippableLoader):
         own = super()
         if hasattr(own, "state_dict"):  # StatefulDataLoader of torchdata
             return own
-        whole = getattr(self.dataset, "dataset", self.dataset) if self._is_whole_stream() else self.dataset
+        whole = self.whole_dataset
         return whole if self._fetches_here() and hasattr(whole, "state_dict") else None
 
-    def _is_whole_stream(self) -> bool:
-        """Whether this rank reads the whole stream, so that its place in it is the same on any number of ranks."""
-        return True
+    def _is_own_part(self) -> bool:
+        """Whether this rank reads data that are not a known part of the whole: then a position means something to it alone."""
+        return False
 
     def _restore_data(self, resumed: State, position: Position) -> bool:
         """Put the stream in the place that a position has noted, if it fits; then nothing is read and dropped."""
@@ -269,7 +269,7 @@ class PreparedLoader(SkippableLoader):
         order, count = Order(self), self._count()
         state["counts"], state["done"] = count.what, state["offset"] + state["batches"] * count.per_step
         state["samples"] = self._samples_after(state["done"], count)
-        state["ranks"] = (self.world or current()).size
+        state["ranks"], state["is_own_part"] = (self.world or current()).size, self._is_own_part()
         state["owns_generator"] = order.owns_generator
         state["generators"] = [generator.get_state() for generator in order.generators()]
         state["seed"] = order.sampler.initial_seed if isinstance(order.sampler, SeedableRandomSampler) else None
@@ -365,13 +365,18 @@ class PreparedLoader(SkippableLoader):
         return self.batch_size
 
     @property
+    def whole_dataset(self) -> Any:
+        """The user's dataset, also where `dataset` is this rank's shard of it."""
+        return self.dataset
+
+    @property
     def total_dataset_length(self) -> int:
-        """Samples of the whole dataset.
+        """Samples of the whole dataset, all ranks together.
 
         Raises:
             TypeError: the dataset has no length.
         """
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.whole_dataset)
 
     def _samples_per_pass(self) -> int | None:
         """Samples that a pass over all ranks hands out, repeated ones not counted; None if unknown."""

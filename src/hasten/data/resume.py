@@ -6,12 +6,13 @@ A prepared loader and those that `skip_first_batches` made from it share one `Pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hasten.data.randomness import ALL, State, capture, differs
+from hasten.data.randomness import ALL, Glance, State
 
 _END: Any = object()
+_PASSES = 2  # which are watched completely; the first batch of a pass can not be, since the order is drawn with it
 
 # How a pass stood when its state was taken.
 IDLE = "idle"  # between epochs
@@ -83,7 +84,9 @@ class Progress:
         position: the pass that runs or was left; None between epochs.
         pending: a state that was loaded and that the next pass continues.
         keeps_workers: the workers were started before the state was saved, so that starting them again must not draw.
-        fetch_kinds: the kinds of generators that fetching a batch draws from; None until the first batches have shown it.
+        fetch_kinds: the kinds of generators that fetching a batch draws from; None until whole passes have shown it.
+        drawn: those that the passes so far have shown.
+        whole_passes: how many passes that has been watched.
     """
 
     iteration: int = 0
@@ -91,6 +94,8 @@ class Progress:
     pending: State | None = None
     keeps_workers: bool = False
     fetch_kinds: tuple[str, ...] | None = None
+    drawn: set[str] = field(default_factory=set)
+    whole_passes: int = 0
 
     def save(self) -> State:
         """The epoch and the position in it, as plain values and tensors."""
@@ -147,7 +152,9 @@ class Progress:
 
 
 class FetchWatch:
-    """Notes the random state before each batch that is fetched ahead, as long as fetching draws.
+    """Notes the random state before each batch that is fetched ahead, if fetching it draws.
+
+    Fetching may draw for some samples only. So it is only what was not drawn from in two whole passes that is not watched any more.
 
     The batch after the one in the loop's body is already there when a checkpoint is saved. To continue exactly it is fetched
     again, from the state that it was fetched from.
@@ -156,28 +163,23 @@ class FetchWatch:
     def __init__(self, progress: Progress, position: Position) -> None:
         self.progress = progress
         self.position = position
+        self._kinds = ALL if progress.fetch_kinds is None else progress.fetch_kinds
+        self._is_whole = position.offset == position.batches == 0
 
     def over(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, watched while they are fetched."""
-        drawing = True
-        while drawing:
-            self._before()
+        first: Glance | None = None
+        while True:
+            before = Glance(self._kinds, None if "numpy" in self.progress.drawn else first)
+            first = first or before
             batch = next(batches, _END)
-            drawing = self._after()
+            drawn = before.changed()
+            self.progress.drawn.update(drawn)
+            # What nobody has drawn from is not noted: it would be another one on each rank.
+            self.position.ahead = before.state(drawn) if drawn else None
             if batch is _END:
-                return
+                break
             yield batch
-        yield from batches
-
-    def _before(self) -> None:
-        kinds = self.progress.fetch_kinds
-        self.position.ahead = capture(ALL if kinds is None else kinds)
-
-    def _after(self) -> bool:
-        """Returns whether to go on watching."""
-        before, progress = self.position.ahead, self.progress
-        if progress.fetch_kinds is None:
-            assert before is not None
-            progress.fetch_kinds = tuple(k for k in ALL if differs({k: before[k]}, capture([k])))
-            self.position.ahead = before if progress.fetch_kinds else None
-        return bool(progress.fetch_kinds)
+        self.progress.whole_passes += self._is_whole
+        if self.progress.whole_passes >= _PASSES and self.progress.fetch_kinds is None:
+            self.progress.fetch_kinds = tuple(kind for kind in ALL if kind in self.progress.drawn)

@@ -112,14 +112,9 @@ class DataLoaderShard(PreparedLoader):
         super()._leave_out(offset // ranks)
 
     @property
-    def total_dataset_length(self) -> int:
-        """Samples of the whole dataset, all ranks together.
-
-        Raises:
-            TypeError: the dataset has no length.
-        """
-        whole = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
-        return len(whole)  # type: ignore[arg-type]
+    def whole_dataset(self) -> Any:
+        """The user's dataset, also where `dataset` is this rank's shard of it."""
+        return self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
 
     def _samples_per_pass(self) -> int | None:
         sampler = get_sampler(self)
@@ -127,7 +122,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _find(self, state: State) -> tuple[int, int]:
         ranks = (self.world or current()).size
-        if state["ranks"] != ranks and self._is_own_part(max(ranks, state["ranks"])):
+        if state["ranks"] != ranks and (state["is_own_part"] or self._is_own_part()):
             raise ValueError(
                 f"The position was saved by {state['ranks']} ranks and can not be continued by {ranks}: the loader is each rank's "
                 "own part of the data, and nobody knows how these parts have changed. Let `prepare` share the data out, or begin "
@@ -135,14 +130,11 @@ class DataLoaderShard(PreparedLoader):
             )
         return super()._find(state)
 
-    def _is_own_part(self, ranks: int) -> bool:
-        """Whether this rank reads data that are not a known part of the whole."""
+    def _is_own_part(self) -> bool:
         if self.sharding == ALREADY:
             return not isinstance(get_sampler(self), DistributedSampler)
-        return self.sharding == SHARD and self.is_iterable and self._shard is None and ranks > 1
-
-    def _is_whole_stream(self) -> bool:
-        return not self._is_own_part((self.world or current()).size)
+        divided = self.is_iterable and self._shard is None and (self.world or current()).size > 1
+        return self.sharding == SHARD and divided
 
     @property
     def padded_ranks(self) -> int:
