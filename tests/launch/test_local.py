@@ -141,6 +141,25 @@ raise ValueError("the cause")
     assert report.rstrip().endswith("ValueError: the cause")
 
 
+# As gloo does it: the others miss rank 1 before its interpreter has left.
+LEAVING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    import atexit
+    atexit.register(time.sleep, 1.5)
+    sys.exit(7)
+time.sleep(0.3)
+raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+"""
+
+
+def test_the_rank_that_left_is_reported_and_not_those_that_miss_it(jobs):
+    done = jobs.run("--cpu", "--num_processes", "3", jobs.script(LEAVING))
+    assert done.returncode == 7
+    assert "hasten: rank 1 of 3 failed with exit code 7" in done.stderr
+    assert "Failed after it, perhaps because of it: rank" in done.stderr
+
+
 def test_a_rank_that_ends_well_does_not_end_the_job(jobs):
     text = "import os, time\nif os.environ['RANK'] == '0': time.sleep(0.5); print('done')"
     done = jobs.run("--cpu", "--num_processes", "2", jobs.script(text))
@@ -382,3 +401,18 @@ os._exit(1)
     jobs.environ.pop("PYTHONUNBUFFERED", None)
     done = jobs.run("--cpu", "--num_processes", "2", jobs.script(text))
     assert (done.returncode, done.stdout) == (1, "a line of rank 0\n")
+
+
+READS = """
+from torch.utils.data import DataLoader
+from hasten import Accelerator, DataLoaderConfiguration
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+print(sum(batch.sum().item() for batch in accelerator.prepare(DataLoader(range(6), batch_size=2))))
+"""
+
+
+@pytest.mark.full
+def test_a_job_never_aborts_at_its_end(jobs):
+    script = jobs.script(READS)
+    ends = [jobs.run("--cpu", "--num_processes", "2", script).returncode for _ in range(20)]
+    assert ends == [0] * 20

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SETTLE = 0.5  # seconds in which other ranks may turn out to have failed before the one that ended first
+LAST_SETTLE = 3.0  # as many more if all of them only miss another one, which has not ended yet
 FAILURE_GRACE = 5.0  # seconds for the other ranks to finish after one has failed; they cannot go on without it
 _STDOUT = 1
 _KILLED = 5.0  # seconds for the kernel to end what was killed
@@ -88,6 +89,7 @@ class _Job:
         self.signal: int | None = None  # the first that we got
         self._next: Callable[[], None] | None = None  # what to do at the deadline
         self._deadline = float("inf")
+        self._has_waited = False
 
     def start(self, rank: int | None, command: list[str], environ: dict[str, str]) -> None:
         worker = Worker(command, environ, rank, self.spec.engine == LOCAL, self.events)
@@ -125,6 +127,12 @@ class _Job:
         self._stop(signum, grace)
 
     def _stop_others(self) -> None:
+        if not self._has_waited and all(
+            report.is_consequence(worker.said()) for worker in self.workers if worker.failed
+        ):
+            self._has_waited = True  # the one that they miss is about to end
+            self._at(LAST_SETTLE, self._stop_others)
+            return
         self._stop(signal.SIGTERM, FAILURE_GRACE)
 
     def _stop(self, signum: int, grace: float) -> None:
@@ -164,7 +172,9 @@ class _Job:
             return 128 + self.signal if unwilling else 0
         if not failed:
             return 0
-        first, *others = [worker.failure() for worker in failed]
+        failures = [worker.failure() for worker in failed]
+        # One that leaves without a traceback ends after those that miss it: leaving takes an interpreter its time.
+        first, *others = sorted(failures, key=lambda failure: report.is_consequence(failure.stderr))
         said = self.spec.engine == DISTRIBUTED and first.code > 0  # by torch.distributed.run
         if not (said or self.spec.value("quiet")):
             print(report.describe(first, others, len(self.workers)), file=sys.stderr, flush=True)

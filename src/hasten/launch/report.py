@@ -17,6 +17,17 @@ _LINKS = (
 )
 
 
+# How a process ends whose peer has gone.
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "remote process has terminated",
+    "recvValue failed",
+)
+
+
 class Tail:
     """The end of a stream, and when the last traceback in it began."""
 
@@ -51,6 +62,12 @@ class Failure(NamedTuple):
     pid: int
     code: int
     stderr: str | None
+
+
+def is_consequence(text: str | None) -> bool:
+    """Whether what a process wrote last says that another one had gone before."""
+    trace = last_traceback(text or "")
+    return any(gone in line for line in trace[-3:] for gone in _GONE)
 
 
 def shell_code(code: int) -> int:

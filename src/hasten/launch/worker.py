@@ -118,8 +118,11 @@ class Worker:
         """Its failure, for the report; waits for what it wrote last."""
         if self._reader is not None:
             self._reader.join(_DRAIN)
-        text = self._tail.text() if self._tail else None
-        return Failure(self.rank, self.process.pid, self.process.returncode, text)
+        return Failure(self.rank, self.process.pid, self.process.returncode, self.said())
+
+    def said(self) -> str | None:
+        """The end of its stderr so far; None if that is not kept."""
+        return self._tail.text() if self._tail else None
 
     def _stderr_channel(self) -> tuple[int, int]:
         """The end that we read, and the end that the process writes."""

@@ -19,6 +19,8 @@ from hasten.world import torch_private
 from hasten.world.context import CONTEXT
 from hasten.world.devices import DEVICES, Device, best_device, device_row
 
+_LAST_GLANCES, _GLANCE_S = 10, 0.003  # at the end of a process; each one lets go of the interpreter's lock
+
 
 @dataclass(frozen=True, eq=False)
 class World:
@@ -304,6 +306,19 @@ def _leave() -> None:
     # After an uncaught error the other ranks may be gone, and a backend that waits for them would hide the error.
     if not hasattr(sys, "last_value"):
         shutdown()
+        _let_threads_finish()
+
+
+def _let_threads_finish() -> None:
+    """Give the backend's threads the time to let go of the last exchange's tensors.
+
+    They need the interpreter's lock for it, and a thread of C++ that asks for the lock of an interpreter that has begun to end
+    takes the whole process down with it (SIGABRT, "terminate called without an active exception").
+    """
+    import time
+
+    for _ in range(_LAST_GLANCES):
+        time.sleep(_GLANCE_S)
 
 
 def _share_cores(world: World) -> None:
