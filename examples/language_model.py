@@ -11,7 +11,6 @@ held out for validation. A run killed at any moment and resumed ends with the sa
 import argparse
 import atexit
 import json
-import math
 import shutil
 import sysconfig
 import time
@@ -159,9 +158,9 @@ class Display:
 
     def __init__(self, step: int, total: int, tokens_per_step: int):
         self.step, self.time, self.total, self.tokens_per_step = step, time.perf_counter(), total, tokens_per_step
-        text = TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s, time left")
+        text = TextColumn("{task.fields[now]}, time left")
         self.bar = Progress(BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
-        self.task = self.bar.add_task("train", total=total, completed=step, loss=math.nan, speed=math.nan)
+        self.task = self.bar.add_task("train", total=total, completed=step, now="starting")
         if self.bar.console.is_terminal:
             self.bar.start()
             atexit.register(self.bar.stop)  # gives the cursor back after Ctrl-C
@@ -170,7 +169,7 @@ class Display:
         now = time.perf_counter()
         speed = (step - self.step) * self.tokens_per_step / (now - self.time)
         self.step, self.time = step, now
-        self.bar.update(self.task, completed=step, loss=loss, speed=speed)
+        self.bar.update(self.task, completed=step, now=f"loss {loss:.3f}, {speed:,.0f} tokens/s")
         if not self.bar.console.is_terminal and (step % 50 == 0 or step == self.total):
             left = (self.total - step) * self.tokens_per_step / speed
             print(f"step {step}/{self.total}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left", flush=True)
@@ -182,8 +181,9 @@ def main() -> None:
     accelerator = Accelerator(
         # Folders checkpoint_0, checkpoint_1, ... of which the newest two are kept.
         project_config=ProjectConfiguration(str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2),
-        # The processes share each batch, so any number of them takes the same steps at the same learning rates.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        # The processes share each batch, so any number of them takes the same steps at the same learning rates; and loaders go on
+        # where they were.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, resume="position"),
     )
     set_seed(args.seed, device_specific=True)  # every process draws its own dropout
 
@@ -212,10 +212,8 @@ def main() -> None:
     display = Display(history.step, total, args.batch_size * length) if accelerator.is_main_process else None
     if history.step == 0:
         history.validation.append((0, validate(accelerator, model, held_out_loader)))
-    first_epoch, batches_done = divmod(history.step, len(train_loader))
-    for _ in range(first_epoch, args.epochs):
-        # Picks up the interrupted epoch in the order that it had.
-        for batch in accelerator.skip_first_batches(train_loader, batches_done):
+    for _ in range(train_loader.iteration, args.epochs):
+        for batch in train_loader:
             loss = token_losses(model, batch).mean()
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -230,7 +228,6 @@ def main() -> None:
             if history.step % args.save_every == 0 or history.step == total:
                 history.validation.append((history.step, validate(accelerator, model, held_out_loader)))
                 accelerator.save_state()
-        batches_done = 0
 
     if display:
         display.bar.stop()

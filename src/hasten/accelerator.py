@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hasten.builder import choose_project, open_session, refuse_unbuilt
+from hasten.builder import check_kinds, choose_project, open_session, refuse_unbuilt
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.dataloading import DataLoaderConfiguration
 from hasten.settings.enums import DistributedType, FP8BackendType
+from hasten.settings.project import ProjectConfiguration
 from hasten.state.partial import ProcessView
 from hasten.training.accumulation import GradientState, Window
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hasten.settings.handlers import AutocastKwargs
-    from hasten.settings.project import ProjectConfiguration
     from hasten.state.accelerator import AcceleratorState
     from hasten.training.optimizer import AcceleratedOptimizer
     from hasten.world.process import World
@@ -83,6 +83,11 @@ class Accelerator(ProcessView):
         ranks: Sequence[int] | None = None,
     ) -> None:
         refuse_unbuilt(locals())
+        check_kinds(
+            dataloader_config=(dataloader_config, DataLoaderConfiguration),
+            gradient_accumulation_plugin=(gradient_accumulation_plugin, GradientAccumulationPlugin),
+            project_config=(project_config, ProjectConfiguration),
+        )
         self.dataloader_config = DataLoaderConfiguration() if dataloader_config is None else dataloader_config
         if split_batches is not _UNSET:
             self.dataloader_config.split_batches = bool(split_batches)

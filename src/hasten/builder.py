@@ -53,9 +53,13 @@ _NOT_BUILT_ENVIRONMENT = {
     "ACCELERATE_USE_MEGATRON_LM": "engines",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "N-D parallelism",
     "ACCELERATE_DYNAMO_BACKEND": "compilation",
+    "ACCELERATE_DYNAMO_MODE": "compilation",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "compilation",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "compilation",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "compilation",
     "ACCELERATE_CPU_AFFINITY": "NUMA affinity",
 }
-_OFF = ("", "0", "false", "no", "off", "n", "f")
+_OFF = ("", "0", "false", "no", "off", "n", "f", "default")
 
 
 def refuse_unbuilt(arguments: dict[str, Any]) -> None:
@@ -73,8 +77,22 @@ def refuse_unbuilt(arguments: dict[str, Any]) -> None:
     for variable, area in _NOT_BUILT_ENVIRONMENT.items():
         if (environment.raw(variable) or "").lower() not in _OFF:
             raise NotImplementedError(
-                f"The environment variable {variable}={environment.raw(variable)} asks for something that is not built yet "
-                f"(area: {area}). Unset it."
+                f"The environment variable {variable}={environment.raw(variable)}, which a flag or a configuration file may have "
+                f"set, asks for something that is not built yet (area: {area}). Leave it out."
+            )
+
+
+def check_kinds(**arguments: tuple[Any, type]) -> None:
+    """Raise for an argument that is not None and not of its class.
+
+    Raises:
+        TypeError: names the argument and both classes.
+    """
+    for name, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"Accelerator({name}={value!r}): a {kind.__name__} is needed, this is a {type(value).__name__}. For example "
+                f"`{name}={kind.__name__}(...)`."
             )
 
 

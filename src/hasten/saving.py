@@ -66,6 +66,12 @@ def save_state(
         folder = state.save(Path(output_dir).expanduser(), contents_of(session), session.world, **more)
         project.iteration += 1
         return folder
+    if output_dir is not None:
+        logger.warning(
+            "save_state(%r): under automatic checkpoint naming the folder is not used; this one is numbered in %s.",
+            str(output_dir),
+            retention.folder_of_all(_project_dir(project)),
+        )
     folder = retention.save_numbered(
         _project_dir(project), project.iteration, project.total_limit, contents_of(session), session.world, **more
     )

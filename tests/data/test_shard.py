@@ -244,3 +244,19 @@ class Mesh:
 )
 def test_ranks_of_one_model_have_one_part(mesh: Mesh | None, parts: list[tuple[int, int]]):
     assert [data_part(rank, 4, mesh) for rank in range(4)] == parts
+
+
+@pytest.mark.parametrize("sizes", [[4, 2, 3], [6, 3], [4, 4, 5]])
+def test_batches_of_other_sizes_can_not_be_split(sizes: list[int]):
+    class Sampler:
+        batch_size = 4
+
+        def __len__(self) -> int:
+            return len(sizes)
+
+        def __iter__(self) -> Any:
+            return iter([list(range(size)) for size in sizes])
+
+    shard = BatchSamplerShard(Sampler(), 2, 0, split_batches=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"batch number \d of Sampler has \d. Give all batches but the last the size"):
+        list(shard)

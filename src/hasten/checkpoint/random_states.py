@@ -72,14 +72,11 @@ def _improvise(folder: Path, rank: int, world: World) -> int | None:
     for kind in one.keys() - same.keys():
         _seed(kind, _derive(one[kind], rank), world)
     rng.restore({**rng.snapshot(world=world), **same}, world=world)
-    logger.warning(
-        "Rank %d: %s was saved by fewer ranks and holds no random states of this one. It takes over those of %s, which were equal "
-        "on the saved ranks, and has new seeds for %s, the same ones in every run from this checkpoint.",
-        rank,
-        folder,
-        sorted(same) or "nothing",
-        sorted(one.keys() - same.keys()) or "nothing",
-    )
+    new = sorted(one.keys() - same.keys())
+    taken = f" It takes over those of {', '.join(sorted(same))}, which were equal on the saved ranks." if same else ""
+    seeded = f" It has new seeds for {', '.join(new)}, the same ones in every run from this checkpoint." if new else ""
+    text = "Rank %d: %s was saved by fewer ranks and holds no random states of this one.%s%s"
+    logger.warning(text, rank, folder, taken, seeded)
     return first.get("step")
 
 

@@ -47,15 +47,20 @@ def newest(folder: Path) -> Path:
 
 
 def check_free(path: Path) -> None:
-    """Check that no checkpoint is in the way of a new one.
+    """Check that no checkpoint is in the way of a new one, and that the first one of a run does not come after others.
+
+    `load_state` would take the others, and `total_limit` this one.
 
     Raises:
-        ValueError: one is.
+        ValueError: there is one.
     """
-    if path.exists():
+    following = next_iteration(path.parent)
+    if path.exists() or (number_of(path) == 0 and following > 0):
+        there = path if path.exists() else numbered(path.parent)[following - 1]
         raise ValueError(
-            f"Checkpoint directory {path} already exists. Please manually override `self.save_iteration` with what iteration to "
-            f"start with: `ProjectConfiguration(iteration={next_iteration(path.parent)})`. `load_state()` sets it by itself."
+            f"Checkpoint directory {there} already exists, of an earlier run. To go on from it, call `load_state()` first, which "
+            "also sets the next number. To begin anew, choose another `project_dir`, or set the number: "
+            f"`ProjectConfiguration(iteration={following})`."
         )
 
 

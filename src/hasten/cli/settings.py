@@ -10,7 +10,8 @@ _HEAD = """# Settings
 Made by `hasten settings` from the table in `src/hasten/settings/schema.py`; do not edit.
 
 A setting may come from an argument in Python, a flag of `hasten launch`, an environment variable, a configuration file, or
-its default, in this order of precedence. Flags are written with `_` or `-`; a switch `--x` is turned off by `--no_x`. Truth
+its default, in this order of precedence (but for gradient accumulation, where the variable wins over `Accelerator`'s argument,
+as in accelerate). Flags are written with `_` or `-`; a switch `--x` is turned off by `--no_x`. Truth
 values in variables and files are `true`/`false`, `yes`/`no`, `on`/`off` or `1`/`0`, in any case. Keys with a dot belong to a
 section: `dynamo_config.dynamo_mode` is `dynamo_mode` under `dynamo_config`.
 """

@@ -171,11 +171,22 @@ class BatchSamplerShard(BatchSampler):
             if number < start:
                 continue
             missing = self.size - len(batch)
+            if missing != 0:
+                self._check_last(batches, number, len(batch))
             if missing > 0 and self.even_batches:
                 self.real = len(batch)
                 batch = [*batch, *islice(cycle(first), missing)]
             if batch[begin:end]:
                 yield batch[begin:end]
+
+    def _check_last(self, batches: Iterator[list[int]], number: int, size: int) -> None:
+        """Only the last batch may be shorter: the repetitions in another one would be counted, and a longer one lose samples."""
+        if size > self.size or next(batches, None) is not None:
+            raise ValueError(
+                f"With `split_batches` a batch of {self.size} samples is cut into {self.num_processes} parts, but batch number "
+                f"{number} of {type(self.batch_sampler).__name__} has {size}. Give all batches but the last the size that its "
+                "`batch_size` says, or leave `split_batches` out: then batches of any size are dealt out whole."
+            )
 
     def _deal(self, start: int, offset: int) -> Iterator[list[int]]:
         """Whole batches of a batch sampler of any kind, one per rank and round."""

@@ -180,6 +180,10 @@ def register_comm_hook(settings: DistributedDataParallelSettings, model: Distrib
             raise ValueError(
                 f"comm_wrapper={settings.comm_wrapper} wraps a communication hook: choose a comm_hook too."
             )
+        if settings.comm_state_option:
+            raise ValueError(
+                f"comm_state_option={settings.comm_state_option} is for the hooks of PowerSGD: choose a comm_hook too."
+            )
         return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

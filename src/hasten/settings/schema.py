@@ -139,7 +139,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("gradient_accumulation_steps", "int", TRAINING, "Micro-batches per optimizer update", WORKER,
             ("--gradient_accumulation_steps",), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             "gradient_accumulation_steps", default=1, low=1),
-    _dynamo("backend", "choice", "Compile prepared models with this backend", default="NO",
+    _dynamo("backend", "choice", "Compile prepared models with this backend (not built yet, nor are the next four)", default="NO",
             choices=tuple(DynamoBackend.list())),
     _dynamo("mode", "choice", "How hard the compiler tries", default="default",
             choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
