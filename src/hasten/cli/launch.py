@@ -90,6 +90,9 @@ def _launch(args: argparse.Namespace, in_place: bool) -> int:
         return FAILED
     try:
         return _run(spec, in_place)
+    except ValueError as error:
+        print(f"hasten launch: {error}", file=sys.stderr)
+        return FAILED
     except OSError as error:
         print(f"hasten launch: {spec.command()[0]} cannot be started: {error.strerror}.", file=sys.stderr)
         return FAILED

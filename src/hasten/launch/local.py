@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.launch import report, tree
 from hasten.launch.ports import take_port
-from hasten.launch.spec import DISTRIBUTED, LOCAL, REPLACE, LaunchSpec
+from hasten.launch.spec import DISTRIBUTED, LOCAL, LOCALHOST, REPLACE, LaunchSpec
 from hasten.launch.worker import Worker
 from hasten.settings import environment
 
@@ -33,6 +33,7 @@ def run_local(spec: LaunchSpec) -> int:
     """Start the job's processes on this machine, wait for them, and return the job's exit code."""
     if spec.engine == REPLACE:
         return supervise(spec, [(None, spec.command(), spec.environment)])
+    _check_address(spec.address)
     port, note = take_port(spec.port)
     with port:
         if note:
@@ -45,6 +46,18 @@ def run_local(spec: LaunchSpec) -> int:
                 (rank, command, {**spec.environment, **spec.rank_environment(rank, port.number)})
                 for rank in range(spec.local_processes)
             ],
+        )
+
+
+def _check_address(address: str) -> None:
+    """Raise if another machine has the address by which the processes of this one are to meet."""
+    from hasten.launch.network import route_to
+
+    route = None if address == LOCALHOST else route_to(address)
+    if address != LOCALHOST and (route is None or not route.home):
+        raise ValueError(
+            f"main_process_ip is {address}, which is no address of this machine, but all processes of the job are to run here. Leave "
+            "it out, or say how many machines there are with --num_machines and --machine_rank."
         )
 
 
