@@ -15,6 +15,7 @@ NAMES = (
     "launch",
     "prepared_loop",
     "loader",
+    "dispatch",
     "resume",
     "ddp_step",
     "collectives",

@@ -77,7 +77,8 @@ def test_variables_of_features_that_are_not_built_are_refused(
 ):
     monkeypatch.setenv(variable, value)
     with pytest.raises(
-        NotImplementedError, match=rf"The environment variable {variable}={value}, .*asks for.*\(area: {area}\). Leave it out"
+        NotImplementedError,
+        match=rf"The environment variable {variable}={value}, .*asks for.*\(area: {area}\). Leave it out",
     ):
         Accelerator()
     for off in ("", "no", "NO", "false", "0"):

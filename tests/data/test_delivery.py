@@ -1,55 +1,13 @@
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from benchmarks.counts import Operations
 
-from hasten.data.delivery import Delivery, Package, unpack
+from hasten.data.delivery import Delivery
+from hasten.data.package import Package
 from hasten.world.process import start
 from tests.ranks import RankError, run_ranks
-
-
-def packed(item: Any) -> Any:
-    package = Package(item)
-    buffer = torch.full((package.nbytes + 7,), 255, dtype=torch.uint8)
-    package.write(buffer)
-    return unpack(buffer)
-
-
-TENSORS = [
-    torch.arange(6.0).view(2, 3),
-    torch.arange(6).view(2, 3).t(),
-    torch.tensor(True),
-    torch.empty(0, 3, dtype=torch.float64),
-    torch.tensor([1 + 2j, 3j]).conj(),
-    torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-    torch.arange(10, dtype=torch.int8)[::3],
-]
-
-
-@pytest.mark.parametrize("tensor", TENSORS)
-def test_tensors_arrive_as_they_were(tensor: torch.Tensor):
-    result = packed({"x": [tensor, "text"], "y": tensor})
-    for found in (result["x"][0], result["y"]):
-        assert found.dtype == tensor.dtype
-        assert torch.equal(found, tensor.resolve_conj())
-    assert result["x"][1] == "text"
-
-
-def test_other_things_arrive_as_they_were():
-    item = {"none": None, "words": ["a", "b"], "array": numpy.arange(3), "set": {1}, "bytes": b"\x00"}
-    result = packed(item)
-    assert result.pop("array").tolist() == [0, 1, 2]
-    assert result == {"none": None, "words": ["a", "b"], "set": {1}, "bytes": b"\x00"}
-
-
-def test_tensors_that_are_more_than_values_are_pickled():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    sparse = torch.eye(2).to_sparse()
-    result = packed([parameter, sparse, torch.ones(2, requires_grad=True)])
-    assert type(result[0]) is torch.nn.Parameter
-    assert result[1].layout is torch.sparse_coo
-    assert result[2].requires_grad
 
 
 def exchange() -> list[Any]:
@@ -60,8 +18,8 @@ def exchange() -> list[Any]:
         while (item := delivery.receive()) is not None:
             received.append(item)
         return received
-    delivery.send([Package(("short", torch.ones(1))), Package(("long", torch.ones(1000)))], 5)
-    delivery.send([Package(rank) for rank in (1, 2)], 0)
+    delivery.send(delivery.message([Package(("short", torch.ones(1))), Package(("long", torch.ones(1000)))], 5))
+    delivery.send(delivery.message([Package(rank) for rank in (1, 2)], 0))
     delivery.send_end()
     return []
 
@@ -70,6 +28,58 @@ def test_each_rank_gets_its_own():
     _, one, two = run_ranks(exchange, 3)
     assert [(one[0][0][0], len(one[0][0][1]), one[0][1]), one[1]] == [("short", 1, 5), (1, 0)]
     assert [(two[0][0][0], len(two[0][0][1]), two[0][1]), two[1]] == [("long", 1000, 5), (2, 0)]
+
+
+def scatters(sizes: list[int]) -> list[int]:
+    """How many collectives each delivery of so many bytes takes, and the end."""
+    world = start(cpu=True)
+    delivery, counts = Delivery(world), []
+    for size in [*sizes, None]:
+        with Operations() as operations:
+            if world.rank:
+                received = delivery.receive()
+                assert received is None if size is None else len(received[0]) == size
+            elif size is None:
+                delivery.send_end()
+            else:
+                package = Package(torch.zeros(size, dtype=torch.uint8))
+                delivery.send(delivery.message([package] * (world.size - 1), 0))
+        counts.append(operations.collectives)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100_000] * 3, [2, 1, 1, 1]),
+        ([100, 3_000, 0], [1, 1, 1, 1]),
+        ([50_000, 60_000, 20_000, 59_000], [2, 2, 1, 1, 1]),  # about the same size
+        ([100_000, *[10] * 9, 80_000], [2, *[1] * 9, 2, 1]),  # the large one is forgotten
+    ],
+)
+def test_a_delivery_is_one_scatter_if_its_size_is_expected(sizes: list[int], expected: list[int]):
+    assert run_ranks(scatters, 3, sizes) == [expected] * 3
+
+
+def memory(kept: bool) -> int:
+    """How many places ten batches had."""
+    world = start(cpu=True)
+    delivery, batches, places = Delivery(world), [], set()
+    for number in range(10):
+        if not world.rank:
+            delivery.send(delivery.message([Package({"x": torch.full((5000,), number)})], 0))
+            continue
+        batches.append(delivery.receive()[0]["x"][1:])
+        places.add(batches[-1].data_ptr())
+        if not kept:
+            batches.clear()
+    assert [batch.unique().tolist() for batch in batches] == [[number] for number in range(len(batches))]
+    return len(places)
+
+
+def test_memory_is_used_again_when_nothing_in_it_is_alive():
+    assert run_ranks(memory, 2, True)[1] == 10
+    assert run_ranks(memory, 2, False)[1] == 1
 
 
 class Local(Exception):

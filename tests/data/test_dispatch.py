@@ -1,11 +1,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten import Accelerator, DataLoaderConfiguration
 from hasten.data.dispatch import DataLoaderDispatcher
 from hasten.data.loader import prepare_data_loader
 from hasten.world.process import start
@@ -72,6 +75,82 @@ def test_anything_arrives_whole():
     assert words() == [batch(3), batch(5), batch(4), batch(7)]
 
 
+class Point(NamedTuple):
+    x: torch.Tensor
+    labels: list[str]
+
+
+def thing(number: int) -> dict[Any, Any]:
+    """A batch of any structure; its sizes depend on its number."""
+    length = (number * 7) % 5
+    return {
+        "number": number,
+        3: torch.full((length, 2), number, dtype=torch.int16),
+        "point": Point(torch.tensor(number + 1j), ["a"] * length),
+        "record": Record(torch.zeros(length), f"text {number}"),
+        "ragged": [torch.arange(i + length) for i in range(3)],
+        "array": numpy.full((length, 3), number, dtype=numpy.float16),
+        "nested": ((None, b"\x00", {"set": {number}}), [True, 1.5, ...]),
+        "bits": torch.arange(length) % 2 == 0,
+        "half": torch.full((1,), number, dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "large": torch.full((20_000 * (number % 3),), number),
+    }
+
+
+class Things(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(thing, range(self.size))
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def described(value: Any) -> Any:
+    """A structure with plain values in the place of arrays."""
+    if isinstance(value, (torch.Tensor, numpy.ndarray)):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, dict):
+        return {key: described(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [described(each) for each in value]
+    if isinstance(value, Record):
+        return described(value.number), value.text
+    return value
+
+
+def things(size: int, read_ahead: bool) -> list[Any]:
+    loader = dispatched(DataLoader(Things(size), batch_size=None, collate_fn=as_it_is), read_ahead=read_ahead)
+    one_by_one = [described(batch) for batch in loader]  # their memory is used again
+    together = list(loader)
+    return [one_by_one, [described(batch) for batch in together]]
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 12), (3, 8)])
+def test_any_structure_and_any_sizes(ranks: int, steps: int, read_ahead: bool):
+    for rank, found in enumerate(run_ranks(things, ranks, ranks * steps, read_ahead)):
+        assert found == [[described(thing(step * ranks + rank)) for step in range(steps)]] * 2
+
+
+def leftovers(size: int) -> list[Any]:
+    loader = dispatched(DataLoader(Things(size), batch_size=None, collate_fn=as_it_is))
+    return [[batch["number"] for batch in loader], loader.remainder]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(1, [[0], [0], [0]]), (2, [[0], [1], [0]]), (5, [[0, 3], [1, 4], [2, 0]]), (6, [[0, 3], [1, 4], [2, 5]])],
+)
+def test_whole_batches_fewer_than_ranks_are_completed_with_the_first(size: int, expected: list[Any]):
+    found = run_ranks(leftovers, 3, size)
+    assert [numbers for numbers, _ in found] == expected
+
+
 def collate(samples: list[int]) -> dict[str, Any]:
     return {"x": torch.tensor(samples), "name": [str(sample) for sample in samples], "scale": torch.tensor(2.0)}
 
@@ -97,6 +176,19 @@ def test_fewer_samples_than_a_step_needs(size: int, remainder: int):
     last = steps.pop()
     kept = last[:remainder] if remainder else last
     assert [index for step in steps for index in step] + kept == list(range(size))
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_fewer_samples_than_ranks(size: int):
+    results = run_ranks(named, 3, size)
+    *steps, last = zip(*(result[:-1] for result in results), strict=True)
+    (remainder,) = {result[-1] for result in results}
+    rows = [[index for part in step for index in part[0]] for step in (*steps, last)]
+    assert len({len(part[0]) for part in last}) == 1
+    samples = [index for row in rows for index in row]
+    assert samples[:size] == list(range(size))
+    assert samples[size:] == [index % min(size, 2) for index in range(len(samples) - size)]  # those of the first batch
+    assert remainder == (0 if len(samples) == size else len(rows[-1]) - len(samples[size:]))
 
 
 def nothing() -> list[Any]:
@@ -219,3 +311,29 @@ def built_by_hand() -> list[Any]:
 
 def test_a_dispatcher_can_be_built_by_hand():
     assert run_ranks(built_by_hand, 2) == [[[[4, 5]], [[0, 1], [4, 5]], 4], [[[6, 7]], [[2, 3], [6, 7]], 4]]
+
+
+def on_other_ranks(folder: str, steps: int | None) -> list[int]:
+    """Some steps of a pass, from where the run before has ended, and where this one ends."""
+    config = DataLoaderConfiguration(dispatch_batches=True, resume="position")
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    seen: list[int] = []
+    loader = accelerator.prepare(DataLoader(range(23), batch_size=2, shuffle=True))
+    if Path(folder, "state.bin").exists():
+        loader.load_state_dict(torch.load(Path(folder, "state.bin")))
+    torch.manual_seed(5)
+    for number, batch in enumerate(loader, 1):
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        if number == steps:
+            if accelerator.is_main_process:
+                torch.save(loader.state_dict(), Path(folder, "state.bin"))
+            break
+    accelerator.wait_for_everyone()
+    return seen
+
+
+def test_a_pass_goes_on_with_another_number_of_ranks(tmp_path: Path):
+    seen: list[int] = []
+    for ranks, steps in ((2, 2), (3, 1), (2, None)):
+        seen += run_ranks(on_other_ranks, ranks, str(tmp_path), steps)[0]
+    assert sorted(seen) == list(range(23))

@@ -365,7 +365,9 @@ def test_the_address_of_another_machine_is_refused(jobs):
     done = jobs.run("--cpu", "--num_processes", "2", "--main_process_ip", "203.0.113.9", jobs.script("pass"))
     assert done.returncode != 0
     assert done.stderr.startswith("hasten launch: main_process_ip is 203.0.113.9, which is no address of this machine")
-    assert jobs.run("--cpu", "--num_processes", "2", "--main_process_ip", "localhost", jobs.script("pass")).returncode == 0
+    assert (
+        jobs.run("--cpu", "--num_processes", "2", "--main_process_ip", "localhost", jobs.script("pass")).returncode == 0
+    )
 
 
 def test_what_cannot_be_started_is_one_line(jobs):

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import default_convert
+from torch.utils.data import BatchSampler, default_convert
 
-from hasten.data.delivery import Delivery, Package
+from hasten.data.delivery import Delivery, Message
 from hasten.data.order import Order
+from hasten.data.package import Package
 from hasten.data.prepared import PreparedLoader
-from hasten.data.randomness import ALL, capture, rewound
+from hasten.data.randomness import ALL, capture, differs, rewound
+from hasten.data.read_ahead import ReadAhead
+from hasten.data.resume import Count
 from hasten.data.shard import data_part
 from hasten.data.steps import Steps
 from hasten.world.process import World, current
+
+T = TypeVar("T")
+
+_READS_IN_THE_LOOP = (
+    "`read_ahead` has no effect on this loader: its data are read between the loop's steps, because {}. In another thread the "
+    "numbers would be others. {}"
+)
+_DRAWS = (
+    "reading draws from the process's random generators (torch, random or numpy), as the loop may, too",
+    "Draw from a generator of the dataset's own, or read with `num_workers`.",
+)
+_GENERATOR = (
+    "the order is drawn from a generator of its own, whose state is part of the loader's state",
+    "Leave out `generator`, or shuffle with `use_seedable_sampler=True`.",
+)
+_POSITION = (
+    "the dataset is asked for its state before each step, to continue there",
+    "Continue by skipping (`resume='order'`), or read with `num_workers`.",
+)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -27,6 +51,15 @@ class DataLoaderDispatcher(PreparedLoader):
     rows of the pass; batches that can not be divided are given whole, to the first ranks, and the first batch to the rest.
     An error while reading is raised on every rank.
 
+    One step is always read and sent before the loop needs it. With `read_ahead` rank 0 also reads, divides and packs the step
+    after that, in a thread, while the loop's body runs: a step then takes as long as the slower of the two. The dataset, the
+    samplers, `collate_fn` and `slice_fn` are called in that thread, so they must not depend on what the body does (a model that
+    it trains, an attribute or an epoch that it sets), and must bear being called while it runs. What is known to depend on it is
+    read without a thread, and a warning says so: reading that draws from the process's random generators (as the second step
+    of the pass shows), orders with a generator of their own, and datasets that are asked for their place. So the samples, and
+    a pass continued from a checkpoint, are the same with and without. Leaving the loop waits for the step that is being read;
+    it is dropped, as is the one before it.
+
     Args:
         dataset: the dataset; only rank 0 reads it.
         split_batches: cut each batch into one part per rank.
@@ -35,12 +68,14 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: cuts a rank's part out of all that was read for a step.
         torch_device_mesh: see `prepare_data_loader`.
         iteration: the epoch of the first pass.
+        read_ahead: read the next step while the loop's body runs, see above.
         kwargs: those of `torch.utils.data.DataLoader`.
     """
 
     split_batches: bool
     slice_fn: Callable[..., Any] | None
     parts: int
+    read_ahead: bool
 
     def __init__(
         self,
@@ -53,6 +88,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any = None,
         iteration: int = 0,
+        *,
+        read_ahead: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -70,6 +107,11 @@ class DataLoaderDispatcher(PreparedLoader):
         self.split_batches = split_batches
         self.slice_fn = slice_fn
         self.parts = data_part(0, current().size, torch_device_mesh)[1]
+        self.read_ahead = read_ahead
+
+    def _finish(self, **fields: Any) -> None:
+        missing = {} if "read_ahead" in self.__dict__ else {"read_ahead": False}
+        super()._finish(**{**missing, **fields})
 
     @property
     def _world(self) -> World:
@@ -107,12 +149,15 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._received()
         alone = self._world.size == 1
         try:
-            batches = self._read_after(skip * self._batches_per_step(), noting_first=not alone)
+            number = skip * self._batches_per_step() + (self.indices.offset if self.is_iterable else 0)
+            batches = self._read_after(number, noting_first=not alone)
         except Exception as error:
             if not alone:
                 Delivery(self._world).send_error(error)
             raise
-        return batches if alone else self._sent(self._steps.divide(batches, self._first_batch if skip else None))
+        if alone:
+            return self._ahead(batches) if self.read_ahead else batches
+        return self._sent(self._steps.divide(batches, self._first_batch if skip or self.indices.offset else None))
 
     def _read_after(self, number: int, noting_first: bool) -> Iterator[Any]:
         """The batches after so many. The very first one is noted: its rows complete the last step."""
@@ -135,27 +180,71 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _sent(self, steps: Iterator[tuple[list[Any], int]]) -> Iterator[Any]:
         """Rank 0's own batches, after the others' are sent."""
-        world, delivery = self._world, Delivery(self._world)
-        wanted = [rank * self.parts // world.size for rank in range(1, world.size)]
-        while True:
-            try:
-                step = next(steps, None)
-                packages = {} if step is None else {part: Package(step[0][part]) for part in set(wanted)}
-            except Exception as error:
-                delivery.send_error(error)
-                raise
-            if step is None:
-                delivery.send_end()
-                return
-            parts, self._real = step
-            delivery.send([packages[part] for part in wanted], self._real)
-            yield parts[0]
+        delivery = Delivery(self._world)
+        packed = self._packed(steps, delivery)
+        with closing(self._ahead(packed) if self.read_ahead else packed) as packed:
+            while True:
+                try:
+                    step = next(packed, None)
+                except Exception as error:
+                    delivery.send_error(error)
+                    raise
+                if step is None:
+                    delivery.send_end()
+                    return
+                own, message, self._real = step
+                delivery.send(message)
+                del message, step
+                yield own
+
+    def _packed(
+        self, steps: Iterator[tuple[list[Any], int]], delivery: Delivery
+    ) -> Generator[tuple[Any, Message, int], None, None]:
+        """For each step rank 0's own batch, the message to the others, and how many rows are not repeated ones."""
+        ranks = self._world.size
+        wanted = [rank * self.parts // ranks for rank in range(1, ranks)]
+        for parts, real in steps:
+            packages = {part: Package(parts[part]) for part in set(wanted)}
+            yield parts[0], delivery.message([packages[part] for part in wanted], real), real
+
+    def _ahead(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """The same items, read in a thread from the third on, if that makes no difference."""
+        yield from islice(items, 1)  # with it the order is drawn
+        before = capture(ALL)
+        second = list(islice(items, 1))
+        draws = differs(before, capture(ALL))
+        if not second:
+            return
+        reason = _DRAWS if draws else self._reason_to_read_in_the_loop()
+        if reason is not None:
+            warnings.warn(_READS_IN_THE_LOOP.format(*reason), stacklevel=2)
+            yield from chain(second, items)
+            return
+        if self.indices.first is not None:
+            self._first_batch()  # puts the random generators back, which only this thread may
+        timeout = self._world.timeout
+        reader = ReadAhead(items, None if timeout is None else timeout.total_seconds())
+        try:
+            yield from chain(second, reader)
+        finally:
+            reader.close()
+
+    def _reason_to_read_in_the_loop(self) -> tuple[str, str] | None:
+        if Order(self).generators():
+            return _GENERATOR
+        return _POSITION if self.by_position and self._data_source() is not None else None
 
     def _received(self) -> Iterator[Any]:
         delivery = Delivery(self._world)
         while (item := delivery.receive()) is not None:
             batch, self._real = item
             yield batch
+
+    def _count(self) -> Count:
+        batches, number = self.indices.batches, self._batches_per_step()
+        if not self.is_iterable and type(batches) is BatchSampler:
+            return Count("samples", number * batches.batch_size)
+        return Count("batches", number)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,8 @@ def _check_address(address: str) -> None:
     route = None if address == LOCALHOST else route_to(address)
     if address != LOCALHOST and (route is None or not route.home):
         raise ValueError(
-            f"main_process_ip is {address}, which is no address of this machine, but all processes of the job are to run here. Leave "
-            "it out, or say how many machines there are with --num_machines and --machine_rank."
+            f"main_process_ip is {address}, which is no address of this machine, but all processes of the job are to run here. "
+            "Leave it out, or say how many machines there are with --num_machines and --machine_rank."
         )
 
 
