@@ -33,7 +33,6 @@ class PreparedLoader(SkippableLoader):
 
     Attributes:
         end_of_dataloader: whether the batch in the loop's body is the last one.
-        remainder: how many samples of the last global batch are not repeated ones; 0 if all, -1 if unknown.
         device: where the batches are moved to; None leaves them where they are.
     """
 
@@ -46,7 +45,7 @@ class PreparedLoader(SkippableLoader):
     progress: Progress
     world: World | None
     end_of_dataloader: bool
-    remainder: int
+    _remainder: int | None
     _non_blocking: bool
     _drop_last: bool
 
@@ -87,7 +86,7 @@ class PreparedLoader(SkippableLoader):
             "_non_blocking": False,
             "world": None,
             "end_of_dataloader": False,
-            "remainder": -1,
+            "_remainder": -1,
         }
         missing = {name: value for name, value in defaults.items() if name not in self.__dict__}
         super()._finish(**{**missing, **fields})
@@ -95,14 +94,15 @@ class PreparedLoader(SkippableLoader):
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self.remainder)
+        progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self._remainder)
         begin = progress.take_pending(self.skip_batches, self._find if self.by_position else None)
         if begin is None:
             self.skip_batches = 0
             return
         position = progress.position = Position(begin.offset, begin.batches)
-        self._leave_out(begin.offset)
-        self.end_of_dataloader, self.remainder = False, self._remainder_at_start()
+        if begin.offset:
+            self._leave_out(begin.offset)
+        self.end_of_dataloader, self._remainder = False, None
         order = Order(self)
         order.set_epoch(progress.iteration)
         CONTEXT.loaders.push(self)
@@ -115,7 +115,7 @@ class PreparedLoader(SkippableLoader):
                     yield batch
                     batch = following
                 position.last = self.end_of_dataloader = True
-                self.remainder = self._remainder_at_end()
+                self._remainder = None
                 position.batches += 1
                 yield batch
             progress.position = None
@@ -136,13 +136,14 @@ class PreparedLoader(SkippableLoader):
         move = partial(send_to_device, device=self.device, non_blocking=self._non_blocking)
         return map(move, batches), move(first)
 
-    def _leave(self, position: Position, outer: tuple[Position | None, bool, int]) -> None:
+    def _leave(self, position: Position, outer: tuple[Position | None, bool, int | None]) -> None:
         """Forget what belonged to this pass alone; a loop around it over the same loader goes on where it was."""
         self.skip_batches = self.indices.start = 0
-        self._leave_out(0)
+        if position.offset:
+            self._leave_out(0)
         self.indices.holds = position.running = False
         if outer[0] is not None and outer[0].running:
-            self.progress.position, self.end_of_dataloader, self.remainder = outer
+            self.progress.position, self.end_of_dataloader, self._remainder = outer
 
     def _begin(self, order: Order, position: Position, resumed: State | None) -> tuple[Iterator[Any], Any]:
         """Draw the order of the pass, or draw that of an interrupted pass again; returns the batches and the first of them."""
@@ -237,11 +238,21 @@ class PreparedLoader(SkippableLoader):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    @property
+    def remainder(self) -> int:
+        """How many samples of the last global batch are not repeated ones; 0 if all, -1 if unknown.
+
+        Counted when it is asked for: most passes never are.
+        """
+        if self._remainder is None:
+            self._remainder = self._remainder_at_end() if self.end_of_dataloader else self._remainder_at_start()
+        return self._remainder
+
     def _remainder_at_start(self) -> int:
         return -1
 
     def _remainder_at_end(self) -> int:
-        return self.remainder
+        return self._remainder_at_start()
 
     # -- epochs and positions ----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ ALL = ("torch", "python", "numpy")
 
 def capture(kinds: Sequence[str], generators: Sequence[torch.Generator] = ()) -> State:
     """The states of this process's generators of the given kinds, and of `generators`, as tensors and plain values."""
-    state: State = Glance(kinds).state(kinds)
+    state: State = {kind: _FORM[kind](_RAW[kind]()) for kind in kinds}
     state["generators"] = [generator.get_state() for generator in generators]
     return state
 

@@ -166,9 +166,9 @@ class DataLoaderShard(PreparedLoader):
         return (length - (position.offset if position is not None else 0)) % size
 
     def _remainder_at_end(self) -> int:
-        shard = self._shard
-        if self._drop_last or shard is None or self.remainder >= 0:
-            return self.remainder
+        shard, before = self._shard, self._remainder_at_start()
+        if self._drop_last or shard is None or before >= 0:
+            return before
         if isinstance(shard, IterableDatasetShard) and self.num_workers > 1:
             return -1  # each worker repeats samples at its own end
         items_are_batches = self.is_iterable and self.batch_size is None
