@@ -46,10 +46,9 @@ class Order:
         self.loader = loader
         self.sampler = get_sampler(loader)
         self.is_stream = isinstance(loader.dataset, IterableDataset)
-        self.choosers: list[Any] = []
-        for part in (loader.batch_sampler, loader.sampler, innermost(loader.batch_sampler), self.sampler):
-            if part is not None and not any(part is earlier for earlier in self.choosers):
-                self.choosers.append(part)
+        parts = (loader.batch_sampler, loader.sampler, innermost(loader.batch_sampler), self.sampler)
+        # Each one once, by identity: samplers may compare as they like.
+        self.choosers: list[Any] = list({id(part): part for part in parts if part is not None}.values())
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to everything that has epochs, the dataset included."""
@@ -67,12 +66,9 @@ class Order:
         parts = [self.loader, *self.choosers]
         if self.is_stream:  # what a map-style dataset draws is not the order
             parts += [self.loader.dataset, getattr(self.loader.dataset, "dataset", None)]
-        found: list[torch.Generator] = []
-        for part in parts:
-            # A seedable sampler seeds its own at each pass.
-            generator = None if isinstance(part, SeedableRandomSampler) else getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
-                found.append(generator)
+        # A seedable sampler seeds its own at each pass.
+        own = [getattr(part, "generator", None) for part in parts if not isinstance(part, SeedableRandomSampler)]
+        found = list({id(each): each for each in own if isinstance(each, torch.Generator)}.values())
         if self.owns_generator:
             found.sort(key=lambda generator: generator is self.sampler.generator)
         return found
@@ -132,7 +128,7 @@ class Order:
         """Which of the process's own generators the order may be drawn from."""
         if self.is_stream:
             return TORCH if self.loader.num_workers else ALL
-        return TORCH if all(type(part) in _TORCH_ONLY for part in self.choosers) else ALL
+        return TORCH if _TORCH_ONLY.issuperset(map(type, self.choosers)) else ALL
 
     def share_seed(self, world: World) -> None:
         """Give a seedable sampler rank 0's seed: with other seeds, ranks would see samples twice or never."""

@@ -429,7 +429,7 @@ def _stays(batch: Any, device: torch.device) -> bool:
     if device.type != "cpu" or _has_accelerator():
         return False
     leaves = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
-    return all(type(leaf) in _UNMOVED for leaf in leaves)
+    return _UNMOVED.issuperset(map(type, leaves))
 
 
 @cache

@@ -43,7 +43,7 @@ class Start:
     state: State | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Position:
     """One pass over the data.
 
