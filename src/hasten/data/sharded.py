@@ -126,7 +126,7 @@ class DataLoaderShard(PreparedLoader):
             raise ValueError(
                 f"The position was saved by {state['ranks']} ranks and can not be continued by {ranks}: the loader is each rank's "
                 "own part of the data, and nobody knows how these parts have changed. Let `prepare` share the data out, or begin "
-                "the epoch again with `loader.set_epoch(...)`."
+                "another epoch with `loader.set_epoch(...)`."
             )
         return super()._find(state)
 
