@@ -1,9 +1,23 @@
 """What every test gets: one thread, a clean process, and the markers `full` and `gpu`."""
 
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture
+def hears_signals() -> Iterator[None]:
+    """SIGINT and SIGHUP act as they do in a terminal: a run in the background (`&`, nohup) inherits that they are ignored."""
+    usual = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    numbers = {getattr(signal, name): handler for name, handler in usual.items() if hasattr(signal, name)}
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in numbers.items():
+        signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -119,6 +119,7 @@ def test_a_reader_that_does_not_come_to_an_end(monkeypatch: pytest.MonkeyPatch):
     assert source.read == [0]
 
 
+@pytest.mark.usefixtures("hears_signals")
 def test_ctrl_c_while_waiting_is_raised_at_once():
     goes_on = threading.Event()
 

@@ -7,7 +7,7 @@ from tests.launch.jobs import Jobs
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
+def jobs(tmp_path: Path, hears_signals: None) -> Iterator[Jobs]:
     started = Jobs(tmp_path)
     yield started
     started.end_all()
