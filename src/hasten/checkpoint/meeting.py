@@ -43,11 +43,13 @@ class Calls:
         number: how often each label was saved.
         latest: the number of the latest save that this process took part in.
         joined: on the main process, how many others took part in the latest save of each kind.
+        opened: on the main process, the keys of the saves that are not removed yet, oldest first.
     """
 
     number: Counter[str] = field(default_factory=Counter)
     latest: int = 0
     joined: dict[str, int] = field(default_factory=dict)
+    opened: list[str] = field(default_factory=list)
 
     def count(self, label: str) -> int:
         """Count a save of a label; the how-manieth it is."""
@@ -66,7 +68,6 @@ class Meeting:
         self.world = world
         self.number = 0
         self._calls: Calls = world.attached.setdefault("saves", Calls())
-        self._opened: list[str] = world.attached.setdefault("opened saves", [])
         self._wait = world.timeout or timedelta(minutes=30)
         # A connection of its own: waiting on the shared one would block everybody else in this process.
         self._store = torch_private.default_store().clone()
@@ -76,12 +77,12 @@ class Meeting:
 
     def open(self, record: dict[str, Any]) -> None:
         """Begin the next save; `record` says what the others must know."""
-        label, kind = record["label"], self._calls.count(record["label"])
+        label, count = record["label"], self._calls.count(record["label"])
         self.number = self._add("saves", 1)
         self._kind = _kind_of(label)
-        self._set("open", {**record, "count": kind})
-        self._set(f"of/{label}/{kind}", self.number, numbered=False)
-        self._opened.append(f"of/{label}/{kind}")
+        self._set("open", {**record, "count": count})
+        self._set(f"of/{label}/{count}", self.number, numbered=False)
+        self._calls.opened.append(f"of/{label}/{count}")
 
     def assemble(self) -> list[int]:
         """Wait for the others as long as that makes sense, and say which ones take part."""
@@ -115,7 +116,7 @@ class Meeting:
         self._set("result", error)
         old = self.number - _KEPT
         if old > 0:
-            self._store.delete_key(self._key(self._opened.pop(0)))
+            self._store.delete_key(self._key(self._calls.opened.pop(0)))
             for name in ("open", "joined", "go", "result"):
                 self._store.delete_key(self._key(f"{old}/{name}"))
             for rank in range(1, self.world.size):
