@@ -33,6 +33,13 @@ class SometimesAugmented(Numbers):
         return torch.tensor([index, draws.get(index, lambda: 0.0)()])
 
 
+class Noisy(Numbers):
+    """Normal numbers come in pairs: every second sample takes the one in reserve, and draws nothing."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, numpy.random.randn()])
+
+
 class ShuffledStream(IterableDataset[int]):
     def __init__(self, own: torch.Generator | None = None) -> None:
         self.generator = own
@@ -93,6 +100,7 @@ KINDS: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
     "augmented": (lambda: indexed(Augmented(SIZE), shuffle=True), {}),
     "sometimes augmented": (lambda: indexed(SometimesAugmented(SIZE)), {}),
     "sometimes augmented, shuffled": (lambda: indexed(SometimesAugmented(SIZE), shuffle=True), {}),
+    "noisy": (lambda: indexed(Noisy(SIZE), batch_size=1), {}),
     "own class": (lambda: Lazy(Augmented(SIZE), batch_size=BATCH, shuffle=True), {}),
     "unbatched": (lambda: indexed(batch_size=None, shuffle=True), {}),
     "stream": (lambda: DataLoader(ShuffledStream(), batch_size=BATCH), {}),

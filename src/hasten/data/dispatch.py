@@ -16,7 +16,7 @@ from hasten.data.delivery import Delivery, Message
 from hasten.data.order import Order
 from hasten.data.package import Package
 from hasten.data.prepared import PreparedLoader
-from hasten.data.randomness import ALL, capture, differs, rewound
+from hasten.data.randomness import ALL, Glance, capture, rewound
 from hasten.data.read_ahead import ReadAhead
 from hasten.data.resume import Count
 from hasten.data.shard import data_part
@@ -210,9 +210,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def _ahead(self, items: Iterator[T]) -> Generator[T, None, None]:
         """The same items, read in a thread from the third on, if that makes no difference."""
         yield from islice(items, 1)  # with it the order is drawn
-        before = capture(ALL)
+        before = Glance(ALL)
         second = list(islice(items, 1))
-        draws = differs(before, capture(ALL))
+        draws = bool(before.changed())
         if not second:
             return
         reason = _DRAWS if draws else self._reason_to_read_in_the_loop()

@@ -34,18 +34,18 @@ class Glance:
     def __init__(self, kinds: Sequence[str], numpy_before: Glance | None = None) -> None:
         self._quick = numpy_before is not None and "numpy" in kinds
         self.raw = {kind: _RAW[kind]() for kind in kinds if kind != "numpy" or not self._quick}
-        self._memory = _numpy_memory() if "numpy" in kinds else None
+        self._memory = _numpy_memory() if self._quick else None
         if numpy_before is not None and self._quick:
             self.raw["numpy"] = numpy_before.raw["numpy"]
 
     def changed(self) -> list[str]:
         """The kinds that something has been drawn from since."""
-        own = [kind for kind in self.raw if kind != "numpy" and not _is_raw_same(self.raw[kind], _RAW[kind]())]
+        full = [kind for kind in self.raw if kind != "numpy" or not self._quick]
+        found = [kind for kind in full if not _is_raw_same(self.raw[kind], _RAW[kind]())]
         if self._memory is None or self._memory == _numpy_memory():
-            return own
-        if self._quick:
-            self.raw["numpy"] = _with_memory(self.raw["numpy"], self._memory)
-        return [*own, "numpy"]
+            return found
+        self.raw["numpy"] = _with_memory(self.raw["numpy"], self._memory)
+        return [*found, "numpy"]
 
     def state(self, kinds: Sequence[str]) -> State:
         """What `capture` would have taken then."""
@@ -55,9 +55,10 @@ class Glance:
 def _is_raw_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    return bool(
-        one[1][-1] == other[1][-1] and one == other
-    )  # the place in Python's words first: it changes with every draw
+    if isinstance(one, dict):  # numpy's; one that somebody has put in another kind for is left alone
+        return one["bit_generator"] != "MT19937" or _same(_numpy(one), _numpy(other))
+    # The place in Python's words first: it changes with almost every draw.
+    return bool(one[1][-1] == other[1][-1] and one == other)
 
 
 _NUMPY_WORDS = 624
