@@ -29,11 +29,11 @@ def test_each_generator_is_found_once():
 
 
 def test_what_the_order_may_be_drawn_from():
-    assert Order(DataLoader(Numbers(), shuffle=True)).kinds() == TORCH
-    assert Order(DataLoader(Numbers(), sampler=Drawing())).kinds() == ALL  # type: ignore[arg-type]
-    assert Order(DataLoader(Numbers(), batch_sampler=Batches([]))).kinds() == ALL
-    assert Order(DataLoader(Stream())).kinds() == ALL
-    assert Order(DataLoader(Stream(), num_workers=1, multiprocessing_context=FORK)).kinds() == TORCH
+    assert Order(DataLoader(Numbers(), shuffle=True)).kinds == TORCH
+    assert Order(DataLoader(Numbers(), sampler=Drawing())).kinds == ALL  # type: ignore[arg-type]
+    assert Order(DataLoader(Numbers(), batch_sampler=Batches([]))).kinds == ALL
+    assert Order(DataLoader(Stream())).kinds == ALL
+    assert Order(DataLoader(Stream(), num_workers=1, multiprocessing_context=FORK)).kinds == TORCH
 
 
 def test_everything_that_has_epochs_is_told_once():

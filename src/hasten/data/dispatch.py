@@ -134,7 +134,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.num_workers == 0 and self._world.is_main
 
     def _kinds(self, order: Order) -> tuple[str, ...]:
-        return ALL if self._fetches_here() else order.kinds()
+        return ALL if self._fetches_here() else order.kinds
 
     def _after_order(self) -> None:
         if self.indices.first is not None:
@@ -230,7 +230,7 @@ class DataLoaderDispatcher(PreparedLoader):
             reader.close()
 
     def _reason_to_read_in_the_loop(self) -> tuple[str, str] | None:
-        if Order(self).generators():
+        if self._order_now().generators():
             return _GENERATOR
         return _POSITION if self.by_position and self._data_source() is not None else None
 

@@ -39,36 +39,55 @@ class Order:
     """The makers of a loader's order.
 
     Args:
-        loader: as it is now; its sampler may be replaced between two passes.
+        loader: as it is now; its sampler may be replaced between two passes, see `is_of`.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
+        # Not the loader itself: it keeps this object, and would wait for the garbage collector to go with it.
+        self._dataset, self._batches, self._sampler = loader.dataset, loader.batch_sampler, loader.sampler
+        self._inner = innermost(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+        self._num_workers = loader.num_workers
+        self._seeds_workers_from: torch.Generator | None = loader.generator
         self.sampler = get_sampler(loader)
+        self.owns_generator: bool = getattr(loader, "owns_generator", False)
+        """Whether the sampler's generator was made by us: with several ranks, for a sampler that has none with one."""
         self.is_stream = isinstance(loader.dataset, IterableDataset)
-        parts = (loader.batch_sampler, loader.sampler, innermost(loader.batch_sampler), self.sampler)
+        parts = (self._batches, self._sampler, innermost(self._batches), self.sampler)
         # Each one once, by identity: samplers may compare as they like.
         self.choosers: list[Any] = list({id(part): part for part in parts if part is not None}.values())
+        self._with_epochs = [part for part in (*self.choosers, self._dataset) if hasattr(part, "set_epoch")]
+        # A seedable sampler seeds its own generator at each pass; what a map-style dataset draws is not the order.
+        self._holders = [part for part in self.choosers if not isinstance(part, SeedableRandomSampler)]
+        if self.is_stream:
+            self._holders += [self._dataset, getattr(self._dataset, "dataset", None)]
+        self.kinds = self._kinds()
+        """Which of the process's own generators the order may be drawn from."""
+
+    def is_of(self, loader: DataLoader[Any]) -> bool:
+        """Whether the loader still has these makers."""
+        batches, sampler = loader.batch_sampler, loader.sampler
+        return (
+            batches is self._batches
+            and sampler is self._sampler
+            and loader.dataset is self._dataset
+            and loader.num_workers == self._num_workers
+            and loader.generator is self._seeds_workers_from
+            and innermost(sampler if batches is None else batches) is self._inner
+            and getattr(self._inner, "sampler", self.sampler) is self.sampler
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch to everything that has epochs, the dataset included."""
-        for part in (*self.choosers, self.loader.dataset):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-
-    @property
-    def owns_generator(self) -> bool:
-        """Whether the sampler's generator was made by us: with several ranks, for a sampler that has none with one."""
-        return getattr(self.loader, "owns_generator", False)
+        for part in self._with_epochs:
+            part.set_epoch(epoch)
 
     def generators(self) -> list[torch.Generator]:
         """The generators that the order is drawn from, besides the process's own; one that was made by us comes last."""
-        parts = [self.loader, *self.choosers]
-        if self.is_stream:  # what a map-style dataset draws is not the order
-            parts += [self.loader.dataset, getattr(self.loader.dataset, "dataset", None)]
-        # A seedable sampler seeds its own at each pass.
-        own = [getattr(part, "generator", None) for part in parts if not isinstance(part, SeedableRandomSampler)]
-        found = list({id(each): each for each in own if isinstance(each, torch.Generator)}.values())
+        found = [] if self._seeds_workers_from is None else [self._seeds_workers_from]
+        for part in self._holders:
+            own = getattr(part, "generator", None)
+            if own is not None and isinstance(own, torch.Generator) and all(own is not one for one in found):
+                found.append(own)
         if self.owns_generator:
             found.sort(key=lambda generator: generator is self.sampler.generator)
         return found
@@ -103,7 +122,7 @@ class Order:
         if "torch" not in saved:  # between epochs there is no order yet: what `prepare` has seeded will do
             return generator.set_state(self.sampler.generator.get_state())
         with rewound({"torch": saved["torch"]}):
-            if state["draws_seed"] and self.loader.generator is None:
+            if state["draws_seed"] and self._seeds_workers_from is None:
                 torch.empty((), dtype=torch.int64).random_()
             if isinstance(self.sampler, RandomSampler):
                 generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -124,10 +143,9 @@ class Order:
         finally:
             self.sampler.generator = own
 
-    def kinds(self) -> tuple[str, ...]:
-        """Which of the process's own generators the order may be drawn from."""
+    def _kinds(self) -> tuple[str, ...]:
         if self.is_stream:
-            return TORCH if self.loader.num_workers else ALL
+            return TORCH if self._num_workers else ALL
         return TORCH if _TORCH_ONLY.issuperset(map(type, self.choosers)) else ALL
 
     def share_seed(self, world: World) -> None:

@@ -46,6 +46,7 @@ class PreparedLoader(SkippableLoader):
     world: World | None
     end_of_dataloader: bool
     _remainder: int | None
+    _order: Order | None
     _non_blocking: bool
     _drop_last: bool
 
@@ -89,25 +90,34 @@ class PreparedLoader(SkippableLoader):
             "_remainder": -1,
         }
         missing = {name: value for name, value in defaults.items() if name not in self.__dict__}
-        super()._finish(**{**missing, **fields})
+        super()._finish(**{**missing, **fields, "_order": None})
+
+    def _order_now(self) -> Order:
+        """The makers of the order, looked for again if one of them has been replaced."""
+        if self._order is None or not self._order.is_of(self):
+            self._order = Order(self)
+        return self._order
 
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self._remainder)
-        begin = progress.take_pending(self.skip_batches, self._find if self.by_position else None)
-        if begin is None:
-            self.skip_batches = 0
-            return
-        position = progress.position = Position(begin.offset, begin.batches)
-        if begin.offset:
-            self._leave_out(begin.offset)
+        offset, skipped, resumed = 0, self.skip_batches, None
+        if progress.pending is not None:
+            begin = progress.take_pending(skipped, self._find if self.by_position else None)
+            if begin is None:
+                self.skip_batches = 0
+                return
+            offset, skipped, resumed = begin
+        position = progress.position = Position(offset, skipped)
+        if offset:
+            self._leave_out(offset)
         self.end_of_dataloader, self._remainder = False, None
-        order = Order(self)
+        order = self._order_now()
         order.set_epoch(progress.iteration)
         CONTEXT.loaders.push(self)
         try:
-            batches, batch = self._begin(order, position, begin.state)
+            batches, batch = self._begin(order, position, resumed)
             if batch is not END:
                 batches, batch = self._on_the_way(batches, batch, position)
                 for following in batches:
@@ -126,7 +136,7 @@ class PreparedLoader(SkippableLoader):
 
     def _on_the_way(self, batches: Iterator[Any], first: Any, position: Position) -> tuple[Iterator[Any], Any]:
         """The batches and the first of them, watched if need be, each on the device as soon as it is fetched."""
-        if self._fetches_here() and self.progress.fetch_kinds != ():
+        if self.progress.fetch_kinds != () and self._fetches_here():
             batches = FetchWatch(self.progress, position).over(batches)
         source = self._data_source() if self.by_position else None
         if source is not None:
@@ -216,7 +226,7 @@ class PreparedLoader(SkippableLoader):
 
     def _kinds(self, order: Order) -> tuple[str, ...]:
         """Which of the process's generators must be put back to begin the pass again."""
-        return order.kinds()
+        return order.kinds
 
     def _after_order(self) -> None:
         """Do what must be done again right after the order has been drawn again."""
@@ -268,7 +278,7 @@ class PreparedLoader(SkippableLoader):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, also for the samplers and the dataset."""
         self.progress.set_epoch(epoch)
-        Order(self).set_epoch(epoch)
+        self._order_now().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the batches and samples handed out in it, and the random states that its order came from.
@@ -277,7 +287,7 @@ class PreparedLoader(SkippableLoader):
         strings, lists and dictionaries only.
         """
         state = self.progress.save()
-        order, count = Order(self), self._count()
+        order, count = self._order_now(), self._count()
         state["counts"], state["done"] = count.what, state["offset"] + state["batches"] * count.per_step
         state["samples"] = self._samples_after(state["done"], count)
         state["ranks"], state["is_own_part"] = (self.world or current()).size, self._is_own_part()
@@ -296,7 +306,7 @@ class PreparedLoader(SkippableLoader):
         Raises:
             ValueError: the state is not that of a prepared loader, or of one with other generators.
         """
-        order = Order(self)
+        order = self._order_now()
         generators = order.generators()
         if {"iteration", "status", "generators", "owns_generator"} <= state_dict.keys():
             state_dict = order.translated(state_dict)
@@ -405,7 +415,7 @@ class PreparedLoader(SkippableLoader):
         set_sampler(self, sampler)
 
     def _picklable(self) -> dict[str, Any]:
-        return {**super()._picklable(), "world": None, "progress": Progress(self.iteration)}
+        return {**super()._picklable(), "world": None, "progress": Progress(self.iteration), "_order": None}
 
 
 def _noting_state(batches: Iterator[Any], source: Any, position: Position) -> Iterator[Any]:
@@ -426,12 +436,11 @@ def _fetch_again(batches: Iterator[Any], ahead: State | None) -> Any:
 
 def _stays(batch: Any, device: torch.device) -> bool:
     """Whether neither this batch nor others of its form can be anywhere else: there is only the CPU."""
-    if device.type != "cpu" or _has_accelerator():
-        return False
     leaves = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
-    return _UNMOVED.issuperset(map(type, leaves))
+    return _UNMOVED.issuperset(map(type, leaves)) and _is_only_place(device)
 
 
 @cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+def _is_only_place(device: torch.device) -> bool:
+    # Asked once: torch takes ten microseconds to tell the type of a device.
+    return device.type == "cpu" and not torch.accelerator.is_available()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hasten.data.randomness import ALL, Glance, State
 
@@ -34,8 +34,7 @@ class Count:
     per_step: int
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Where a pass begins: after `offset` (see `Count`), then `batches` of this rank; `state` is what it continues."""
 
     offset: int

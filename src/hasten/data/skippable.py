@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -137,7 +138,7 @@ class SkippableLoader(LoaderOverIndices):
         clone._finish(**fields)
         return clone
 
-    @property
+    @cached_property
     def is_iterable(self) -> bool:
         """Whether the data comes as a stream and not by index."""
         return isinstance(self.dataset, IterableDataset)
