@@ -47,6 +47,8 @@ class Accelerator(ProcessView):
         kwargs_handlers: further arguments for torch's DDP, GradScaler, autocast and process group.
         parallelism_config: the mesh; only `dp_replicate_size` is built yet.
         world, ranks: the part of the job that this Accelerator lives on; the whole job by default. Only members build it.
+        scheduler_unit: what a prepared scheduler counts. "process", the default: each update advances it by the number of
+            processes, so that a schedule written for one process keeps its length in epochs. "update": each update is one step.
         deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, log_with, dynamo_backend, dynamo_plugin,
         deepspeed_plugins: not built yet.
 
@@ -81,6 +83,7 @@ class Accelerator(ProcessView):
         *,
         world: World | None = None,
         ranks: Sequence[int] | None = None,
+        scheduler_unit: str | None = None,
     ) -> None:
         refuse_unbuilt(locals())
         check_kinds(
@@ -101,6 +104,7 @@ class Accelerator(ProcessView):
             rng_types=rng_types,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_unit=scheduler_unit,
             kwargs_handlers=kwargs_handlers,
             parallelism_config=parallelism_config,
             world=world,
@@ -426,9 +430,15 @@ class Accelerator(ProcessView):
         """Exchange gradients in the next backward pass although its forward passes ran under `no_sync`."""
         return self._session.engine.sync_next_backward(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward pass, with the loss divided by the accumulation steps and scaled for fp16."""
-        self._session.backward(loss, kwargs)
+    def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
+        """The backward pass, with the loss divided for accumulation and scaled for fp16.
+
+        Args:
+            loss: the mean over the micro-batch; with a weight the sum over it.
+            weight: with `GradientAccumulationPlugin(scale="weight")` how much the micro-batch has (its number of tokens, say).
+            kwargs: those of `Tensor.backward`.
+        """
+        self._session.backward(loss, weight, kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo the loss scale of fp16 in the gradients of `optimizer` (one or a list), or of all; at most once per step."""

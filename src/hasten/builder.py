@@ -220,12 +220,15 @@ def open_session(
     rng_types: Sequence[Any] | None,
     gradient_accumulation_plugin: GradientAccumulationPlugin | None,
     step_scheduler_with_optimizer: bool,
+    scheduler_unit: str | None,
     kwargs_handlers: Sequence[Any] | None,
     parallelism_config: Any,
     world: World | None,
     ranks: Sequence[int] | None,
 ) -> Session:
     """Join the job, settle the precision, and open the session of one Accelerator."""
+    if scheduler_unit not in (None, "process", "update"):
+        raise ValueError(f"Accelerator(scheduler_unit={scheduler_unit!r}): allowed are 'process' and 'update'.")
     handlers = sort_handlers(kwargs_handlers)
     accumulation = choose_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
     init = handlers["init_handler"]
@@ -247,4 +250,5 @@ def open_session(
         dataloader_config,
         choose_rng_types(rng_types),
         step_scheduler_with_optimizer,
+        scheduler_unit,
     )

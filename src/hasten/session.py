@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from hasten.settings.accumulation import GradientAccumulationPlugin
     from hasten.settings.dataloading import DataLoaderConfiguration
     from hasten.state.accelerator import AcceleratorState
+    from hasten.training.loss import WindowMean
     from hasten.training.optimizer import AcceleratedOptimizer
     from hasten.training.scheduler import AcceleratedScheduler
     from hasten.world.process import World
+
+_logger = logging.getLogger(__name__)
 
 _PREPARED = "_is_accelerate_prepared"  # the mark that other libraries know
 
@@ -39,6 +43,7 @@ class Session:
         dataloader_config: how loaders are divided over the ranks; held by reference.
         rng_types: generators that are synchronised at the start of each epoch.
         step_scheduler_with_optimizer: whether prepared schedulers follow their optimizers.
+        scheduler_unit: see `Accelerator`; None for the default.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Session:
         dataloader_config: DataLoaderConfiguration,
         rng_types: list[Any],
         step_scheduler_with_optimizer: bool,
+        scheduler_unit: str | None = None,
     ) -> None:
         self.state = state
         self.world: World = state.world
@@ -59,11 +65,13 @@ class Session:
         self.dataloader_config = dataloader_config
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_unit = scheduler_unit
         self.engine = Replicate(self.world, handlers.get("ddp_handler"))
         self.exchanging: Replicate | None = self.engine if self.world.group is not None else None
         self.lone_window = Window(self.gradients, None, ()) if self.exchanging is None else None
         self.dtype: torch.dtype | None = None
         self.scaling: LossScaling | None = None
+        self.mean: WindowMean | None = None
         if state.mixed_precision != "no":
             self._set_precision(state.mixed_precision)
         self.models: list[torch.nn.Module] = []
@@ -189,10 +197,23 @@ class Session:
             split_batches=self.dataloader_config.split_batches,
             gradient_state=self.gradients,
             num_processes=self.world.size,
+            unit=self.scheduler_unit or "process",
         )
+        if prepared.steps_per_update > 1 and self.scheduler_unit is None:
+            self._tell_unit(prepared)
         setattr(prepared, _PREPARED, True)
         self.schedulers.append(prepared)
         return prepared
+
+    def _tell_unit(self, scheduler: AcceleratedScheduler) -> None:
+        if self.world.is_main and CONTEXT.first_time("how schedules advance"):
+            _logger.warning(
+                "%s advances %d steps per update, one per process, so that a schedule written for one process keeps its length "
+                'in epochs. Accelerator(scheduler_unit="update") takes one step per update; "process" keeps it as it is and says '
+                "nothing.",
+                type(scheduler.scheduler).__name__,
+                scheduler.steps_per_update,
+            )
 
     def prepare_data_loader(
         self, loader: Any, placement: bool | None = None, slice_fn: Callable[..., Any] | None = None
@@ -229,14 +250,41 @@ class Session:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, arguments: dict[str, Any]) -> None:
+    def backward(self, loss: torch.Tensor, weight: Any, arguments: dict[str, Any]) -> None:
         """The backward pass of one micro-batch."""
-        steps = self.gradients.plugin_kwargs.get("num_steps", 1)
-        if steps != 1:
+        settings = self.gradients.plugin_kwargs
+        mean = self._window_mean(weight) if weight is not None or "scale" in settings else None
+        if mean is not None:
+            loss = mean.divide(loss, weight)
+        elif (steps := settings.get("num_steps", 1)) != 1:
             loss = loss / steps
         if self.scaling is not None:
             loss = self.scaling.scale(loss)
         loss.backward(**arguments)
+        if mean is not None:
+            mean.correct()
+
+    def _window_mean(self, weight: Any) -> WindowMean | None:
+        """What divides losses if it is not the number of steps."""
+        from hasten.training.loss import WEIGHT, WindowMean
+
+        if weight is not None and self.gradients.scale != WEIGHT:
+            raise ValueError(
+                f"Rank {self.world.rank}: `backward(loss, weight=...)` needs GradientAccumulationPlugin(scale={WEIGHT!r}); here it "
+                f"is scale={self.gradients.scale!r}, which divides losses without looking at weights."
+            )
+        if self.gradients.scale == "num_steps":
+            return None
+        if self.mean is None:
+            self.mean = WindowMean(self.gradients, self.world, self._trained)
+        return self.mean
+
+    def _trained(self) -> list[torch.Tensor]:
+        """The parameters of all prepared models and optimizers."""
+        found = {id(parameter): parameter for model in self.models for parameter in model.parameters()}
+        for optimizer in self.optimizers:
+            found |= {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return list(found.values())
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         """Keep backward passes inside from exchanging gradients."""
@@ -389,8 +437,9 @@ class Session:
         if self.scaling is not None:
             self.scaling.leave_all()
         self.gradients.step = 0
-        gc.collect()
-        self.world.row.empty_cache()
+        from hasten.world import memory
+
+        memory.clear_device_cache(garbage_collection=True)
 
 
 def _find(item: Any, held: list[Any], unwrap: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,5 @@
 import copy
+import logging
 import pickle
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from hasten import Accelerator
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.training.accumulation import GradientState
 from hasten.training.optimizer import AcceleratedOptimizer
@@ -35,6 +37,8 @@ def rate(prepared: AcceleratedOptimizer) -> float:
         ({"num_processes": 2}, [0.25, 0.0625]),
         ({"num_processes": 2, "split_batches": True}, [0.5, 0.25]),
         ({"num_processes": 2, "step_with_optimizer": False}, [0.5, 0.25]),
+        ({"num_processes": 2, "unit": "update"}, [0.5, 0.25]),
+        ({"num_processes": 2, "unit": "process"}, [0.25, 0.0625]),
     ],
 )
 def test_each_step_advances_by_the_number_of_processes_that_have_a_batch(options: dict[str, Any], rates: list[float]):
@@ -166,3 +170,39 @@ def test_it_pickles_and_copies():
         again.step()
         assert again.get_last_lr() == [0.0625]
     assert rate(prepared) == 0.25
+
+
+def one_update(unit: str | None) -> tuple[float, list[str]]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hasten").addHandler(handler)
+    try:
+        accelerator = Accelerator(cpu=True, scheduler_unit=unit)
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        schedules = [lr_scheduler.ExponentialLR(inner, gamma=0.5), lr_scheduler.ReduceLROnPlateau(inner)]
+        prepared, scheduler, _ = accelerator.prepare(inner, *schedules)
+        prepared.step()
+        scheduler.step()
+        return rate(prepared), told
+    finally:
+        logging.getLogger("hasten").removeHandler(handler)
+
+
+@pytest.mark.parametrize(("unit", "expected"), [(None, 0.25), ("process", 0.25), ("update", 0.5)])
+def test_the_unit_is_chosen_or_told_once(unit, expected):
+    first, second = run_ranks(one_update, 2, unit)
+    assert first[0] == second[0] == expected
+    assert second[1] == []
+    if unit is None:
+        assert len(first[1]) == 1
+        assert "ExponentialLR advances 2 steps per update" in first[1][0]
+        assert 'Accelerator(scheduler_unit="update")' in first[1][0]
+    else:
+        assert first[1] == []
+    assert one_update(unit) == (0.5, [])
+
+
+def test_an_unknown_unit():
+    with pytest.raises(ValueError, match="'process' and 'update'"):
+        Accelerator(cpu=True, scheduler_unit="epoch")

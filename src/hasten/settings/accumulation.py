@@ -7,6 +7,8 @@ from typing import Any
 
 from hasten.settings.kwargs import KwargsHandler
 
+SCALES = ("num_steps", "window", "weight")
+
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
@@ -18,9 +20,13 @@ class GradientAccumulationPlugin(KwargsHandler):
             scheduler already advances once per update.
         sync_with_dataloader: end the window with the loader's last batch, so that no gradient is carried over.
         sync_each_batch: reduce the gradients of every micro-batch: less memory, more communication.
+        scale: what losses are divided by, so that the gradient of a window is that of its mean. "num_steps", the default: by
+            the nominal number of micro-batches, also in a shorter window at the end of a loader. "window": by the real number.
+            "weight": by the weights of the whole window on all data-parallel ranks; then `accelerator.backward(loss_sum,
+            weight=n_tokens)` gives exactly the gradient of sum(loss) / sum(weight), whatever the micro-batches hold.
 
     Raises:
-        ValueError: `num_steps` is below 1.
+        ValueError: `num_steps` is below 1, or an unknown `scale`.
         NotImplementedError: `adjust_scheduler=False`.
     """
 
@@ -28,6 +34,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    scale: str = "num_steps"
 
     def __post_init__(self) -> None:
         steps: Any = self.num_steps
@@ -35,6 +42,10 @@ class GradientAccumulationPlugin(KwargsHandler):
             raise ValueError(
                 f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): the number of micro-batches per update must "
                 "be a whole number of at least 1."
+            )
+        if self.scale not in SCALES:
+            raise ValueError(
+                f"GradientAccumulationPlugin(scale={self.scale!r}): allowed are {', '.join(map(repr, SCALES))}."
             )
         if not self.adjust_scheduler:
             raise NotImplementedError(

@@ -20,16 +20,21 @@ class GradientState:
         sync_gradients: whether the present micro-batch completes its window, so that optimizers step.
         step: micro-batches since the start of the run, or since the end of the last loader.
         plugin_kwargs: the accumulation settings that differ from their defaults; may be changed at any time.
+        micro_batches: micro-batches that have been counted since the start.
+        window_start: how many of them were before the present window.
     """
 
     sync_gradients: bool
     step: int
+    micro_batches: int
+    window_start: int
     plugin_kwargs: dict[str, Any]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.__dict__ = CONTEXT.gradient_state
         if not self.initialized:
             self.__dict__.update(sync_gradients=True, step=0, plugin_kwargs={}, _is_xla_gradients_synced=False)
+            self.__dict__.update(micro_batches=0, window_start=0)
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
@@ -63,6 +68,11 @@ class GradientState:
     def sync_each_batch(self) -> bool:
         """Whether gradients are exchanged after every micro-batch."""
         return self.plugin_kwargs.get("sync_each_batch", False)
+
+    @property
+    def scale(self) -> str:
+        """What losses are divided by: "num_steps", "window" or "weight"."""
+        return self.plugin_kwargs.get("scale", "num_steps")
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -99,6 +109,9 @@ class GradientState:
     def advance(self) -> bool:
         """Count one micro-batch; return whether it completes its window."""
         settings = self.plugin_kwargs
+        if self.sync_gradients:
+            self.window_start = self.micro_batches
+        self.micro_batches += 1
         loader = CONTEXT.loaders.innermost()
         if loader is not None and loader.end_of_dataloader and settings.get("sync_with_dataloader", True):
             self.step = 0
@@ -123,7 +136,7 @@ class GradientState:
         CONTEXT.gradient_state.clear()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("sync_gradients", "step", "plugin_kwargs"):
+        if name in GradientState.__annotations__:
             raise AttributeError(
                 f"`GradientState` object has no attribute `{name}`. This happens if `GradientState._reset_state()` was called and "
                 "an `Accelerator` or `GradientState` was not reinitialized."

@@ -25,6 +25,8 @@ class AcceleratedScheduler:
         split_batches: see above.
         gradient_state: the accumulation state to obey; the newest Accelerator's by default.
         num_processes: steps per call; the number of processes of the default world by default.
+        unit: "process" for a step per update and process, as above; "update" for one step per update, whatever the number of
+            processes: for a schedule that was written in updates.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class AcceleratedScheduler:
         *,
         gradient_state: GradientState | None = None,
         num_processes: int | None = None,
+        unit: str = "process",
     ) -> None:
         self.scheduler = scheduler
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -43,7 +46,13 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
         size = process.current().size if num_processes is None else num_processes
-        self._steps_per_call = 1 if split_batches or isinstance(scheduler, ReduceLROnPlateau) else size
+        once = split_batches or unit == "update" or isinstance(scheduler, ReduceLROnPlateau)
+        self._steps_per_call = 1 if once else size
+
+    @property
+    def steps_per_update(self) -> int:
+        """How often the schedule advances per update of its optimizers."""
+        return self._steps_per_call if self.step_with_optimizer else 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizers have stepped."""
