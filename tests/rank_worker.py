@@ -180,6 +180,8 @@ def _tear_down(before: "_Holdings") -> Outcome:
     if context := sys.modules.get("hasten.world.context"):
         context.reset()
     if dist.is_initialized():
+        for _ in range(2):  # the backend's threads need the interpreter's lock to let go of the last exchange's tensors
+            time.sleep(0.003)
         dist.destroy_process_group()
     gc.collect()
     return Outcome(leaks=before.leaks())

@@ -20,7 +20,7 @@ from hasten.settings.handlers import (
 from hasten.settings.kwargs import KwargsHandler
 from hasten.settings.parallelism import AXES, ParallelismSizes
 from hasten.settings.project import ProjectConfiguration
-from hasten.state.accelerator import AcceleratorState
+from hasten.state.accelerator import AcceleratorState, read_precision
 from hasten.world import process
 from hasten.world.process import World
 
@@ -210,6 +210,19 @@ def check_parallelism(config: Any, world: World) -> None:
         )
 
 
+def check_outputs(handler: Any, precision: str) -> None:
+    """Refuse a format for outputs where models return what they compute.
+
+    Raises:
+        ValueError: `output_dtype` without mixed precision.
+    """
+    if precision == "no" and handler is not None and handler.output_dtype != AutocastKwargs.output_dtype:
+        raise ValueError(
+            f"AutocastKwargs(output_dtype={handler.output_dtype!r}) needs mixed precision: with mixed_precision='no' a model "
+            "returns what it computes. Choose 'bf16' or 'fp16', or leave it out."
+        )
+
+
 def open_session(
     *,
     device_placement: bool,
@@ -235,6 +248,8 @@ def open_session(
     group = {} if init is None else init.to_kwargs()
     own_world = choose_world(world, ranks, cpu, group)
     check_parallelism(parallelism_config, own_world or process.start(cpu, **group))
+    known = {} if own_world is not None else AcceleratorState._shared_state
+    check_outputs(handlers["autocast_handler"], known.get("_mixed_precision") or read_precision(mixed_precision))
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hasten import Accelerator
 from hasten.precision import autocast
 from hasten.precision.autocast import (
     AutocastForward,
@@ -244,3 +245,55 @@ def test_outputs_of_every_shape_become_fp32():
 def test_dtypes_have_the_names_of_the_precisions():
     assert {"bf16": torch.bfloat16, "fp16": torch.float16} == autocast.DTYPES
     assert all(hasattr(autocast, name) for name in autocast.__all__)
+
+
+# ---- the format of outputs ----
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("fp32", torch.float32),
+        ("keep", BF16),
+        ("bf16", BF16),
+        ("fp16", torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_outputs_have_the_format_that_is_asked_for(wanted: Any, expected: torch.dtype):
+    model = wrap(Model(), handler=AutocastKwargs(output_dtype=wanted))
+    for each in (model, copy.deepcopy(model)):
+        outputs = each(torch.ones(1, 2))
+        assert outputs["outputs"].dtype == expected
+        assert (outputs["count"].dtype, outputs["nothing"]) == (torch.int64, None)
+    assert model.seen == [BF16]
+    restored = restore_forward(model)
+    assert restored(torch.ones(1, 2))["outputs"].dtype == torch.float32
+    assert "forward" not in restored.__dict__
+
+
+def test_what_is_done_to_outputs_is_told():
+    assert repr(AutocastForward("cpu", BF16)) == "autocast forward to torch.bfloat16, outputs in fp32"
+    kept = AutocastForward("cpu", BF16, AutocastKwargs(output_dtype="keep"))
+    assert repr(kept) == "autocast forward to torch.bfloat16, outputs as they are"
+
+
+@pytest.mark.parametrize("wanted", ["half", "float32"])
+def test_unknown_names_of_formats_are_refused(wanted: str):
+    with pytest.raises(ValueError, match="'fp32', 'bf16', 'fp16', 'keep'"):
+        AutocastKwargs(output_dtype=wanted)
+
+
+@pytest.mark.parametrize("wanted", [torch.int64, 3, None])
+def test_formats_of_outputs_are_floating_point(wanted: Any):
+    with pytest.raises(ValueError, match="floating-point format, or 'keep'"):
+        AutocastForward("cpu", BF16, AutocastKwargs(output_dtype=wanted))
+
+
+def test_the_format_of_outputs_needs_mixed_precision():
+    handlers = [AutocastKwargs(output_dtype="keep")]
+    with pytest.raises(ValueError, match="needs mixed precision"):
+        Accelerator(cpu=True, kwargs_handlers=handlers)
+    model = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=handlers).prepare(Model())
+    assert model(torch.ones(1, 2))["outputs"].dtype == BF16

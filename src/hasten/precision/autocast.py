@@ -1,4 +1,4 @@
-"""Autocast: the forward pass in a smaller format, its outputs back in fp32."""
+"""Autocast: the forward pass in a smaller format, its outputs back in fp32 or in the format that was asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def autocast_context(device_type: str, dtype: torch.dtype | None, handler: Autoc
 
 def autocast_arguments(dtype: torch.dtype, handler: AutocastKwargs | None) -> dict[str, Any]:
     """The arguments of `torch.autocast` besides the device type."""
-    return {"dtype": dtype, **({} if handler is None else handler.to_kwargs())}
+    arguments = {"dtype": dtype, **({} if handler is None else handler.to_kwargs())}
+    arguments.pop("output_dtype", None)
+    return arguments
 
 
 def check_supported(precision: str, row: Device) -> None:
@@ -49,7 +51,16 @@ def check_supported(precision: str, row: Device) -> None:
 
 
 class AutocastForward:
-    """The transform that runs a model's `forward` under autocast and returns floating-point outputs in fp32."""
+    """The transform that runs a model's `forward` under autocast and returns what is in a smaller format in fp32.
+
+    Args:
+        device_type: where the model computes.
+        dtype: the format to compute in.
+        handler: further arguments; its `output_dtype` chooses another format for the outputs.
+
+    Raises:
+        ValueError: an `output_dtype` that is no floating-point format.
+    """
 
     name = "autocast"
 
@@ -57,15 +68,19 @@ class AutocastForward:
         self.device_type = device_type
         self.dtype = dtype
         self.handler = handler
+        self.output_dtype = _output_dtype("fp32" if handler is None else handler.output_dtype)
 
     def __repr__(self) -> str:
-        return f"autocast forward to {self.dtype}, outputs in fp32"
+        names = {torch.float32: "in fp32", None: "as they are"}
+        outputs = names.get(self.output_dtype, f"in {self.output_dtype}")
+        return f"autocast forward to {self.dtype}, outputs {outputs}"
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Replace `forward` on the instance; the original is kept as `_original_forward`."""
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
-        model.forward = _Forward(original, self.device_type, autocast_arguments(self.dtype, self.handler))
+        arguments = autocast_arguments(self.dtype, self.handler)
+        model.forward = _Forward(original, self.device_type, arguments, _conversion(self.output_dtype))
         return model
 
     def undo(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -76,19 +91,26 @@ class AutocastForward:
 class _Forward:
     """A `forward` under autocast. Signature and name are the original's; a copy of the model gets one that runs its own weights."""
 
-    def __init__(self, original: Callable[..., Any], device_type: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        device_type: str,
+        arguments: dict[str, Any],
+        convert: Callable[[Any], Any],
+    ) -> None:
         functools.update_wrapper(self, original)
         self._original = original
         self._device_type = device_type
         self._arguments = arguments
+        self._convert = convert
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self._device_type, **self._arguments):
             outputs = self._original(*args, **kwargs)
-        return convert_to_fp32(outputs)
+        return self._convert(outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
-        return _Forward(copy.deepcopy(self._original, memo), self._device_type, self._arguments)
+        return _Forward(copy.deepcopy(self._original, memo), self._device_type, self._arguments, self._convert)
 
     def __reduce__(self) -> Any:
         raise pickle.PicklingError(
@@ -114,6 +136,34 @@ def convert_to_fp32(outputs: Any) -> Any:
     if kind is torch.Tensor:
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
     return nested.convert_to_fp32(outputs)
+
+
+def _output_dtype(wanted: Any) -> torch.dtype | None:
+    """The format of outputs; None leaves them as they are."""
+    if wanted == "keep":
+        return None
+    dtype = {"fp32": torch.float32, **DTYPES}.get(wanted, wanted)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"AutocastKwargs(output_dtype={wanted!r}): it must be a floating-point format, or 'keep'.")
+    return dtype
+
+
+def _conversion(dtype: torch.dtype | None) -> Callable[[Any], Any]:
+    if dtype is None:
+        return _keep
+    return convert_to_fp32 if dtype is torch.float32 else functools.partial(_convert_to, dtype=dtype)
+
+
+def _keep(outputs: Any) -> Any:
+    return outputs
+
+
+def _convert_to(outputs: Any, dtype: torch.dtype) -> Any:
+    return nested.recursively_apply(lambda leaf: leaf.to(dtype), outputs, test_type=_is_float)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_wrapped(model: torch.nn.Module) -> bool:

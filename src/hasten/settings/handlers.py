@@ -10,13 +10,32 @@ from typing import Any, Literal
 from hasten.settings.enums import DDPCommunicationHookType
 from hasten.settings.kwargs import KwargsHandler
 
+OUTPUT_DTYPES = ("fp32", "bf16", "fp16", "keep")
+
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Arguments of `torch.autocast`: `enabled=False` switches it off inside a mixed-precision run."""
+    """Arguments of `torch.autocast`: `enabled=False` switches it off inside a mixed-precision run.
+
+    Args:
+        enabled, cache_enabled: as in torch.
+        output_dtype: the format in which prepared models return what they computed in a smaller one: "fp32", the default, "bf16",
+            "fp16", a torch dtype, or "keep" to return it as it is. Contexts (`accelerator.autocast()`) convert nothing.
+
+    Raises:
+        ValueError: an unknown `output_dtype`.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    output_dtype: Any = "fp32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.output_dtype, str) and self.output_dtype not in OUTPUT_DTYPES:
+            raise ValueError(
+                f"AutocastKwargs(output_dtype={self.output_dtype!r}): allowed are {', '.join(map(repr, OUTPUT_DTYPES))}, and "
+                "torch's own floating-point dtypes."
+            )
 
 
 @dataclass

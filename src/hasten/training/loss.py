@@ -42,6 +42,7 @@ class WindowMean:
         self._final: Divisor | None = None  # what they must be divided by, once it is known
         self._weight: Divisor = 0.0  # the weights of this window on this rank
         self._expected: torch.Tensor | None = None  # the divisor of the last window that had one
+        self._sent: torch.Tensor | None = None
 
     def divide(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
         """The loss of one backward pass, divided.
@@ -118,9 +119,10 @@ class WindowMean:
 
         wire = wire_of(self.world)
         assert wire is not None
-        total = weight.to(wire.device, copy=True)
-        wire.all_reduce(total, dist.ReduceOp.SUM)
-        return total.to(weight.device) / self.world.size
+        # Kept until the next exchange: the backend's thread may still hold it, and would need the interpreter's lock to free it.
+        self._sent = weight.to(wire.device, copy=True)
+        wire.all_reduce(self._sent, dist.ReduceOp.SUM)
+        return self._sent.to(weight.device) / self.world.size
 
 
 def checked(weight: Any, device: torch.device, rank: int) -> torch.Tensor:
