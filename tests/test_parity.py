@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator, DataLoaderConfiguration, GradScalerKwargs, set_seed
+from hasten import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs, set_seed
 from tests.plain import TinyDataset, TinyMLP, plain_losses
 from tests.ranks import run_ranks
 
@@ -177,3 +177,38 @@ def test_weights_order_and_dropout_are_drawn_as_the_reference_draws_them(setting
     found = run_ranks(drawn, size, setting, env=env, initialise=size > 1)
     for own, recorded in zip(found, RECORDED[setting, size], strict=True):
         assert own == pytest.approx(recorded, rel=1e-4, abs=1e-5)
+
+
+def cut_by_hand(sync_with_dataloader: bool) -> tuple[int, list[torch.Tensor]]:
+    """The updates, and the parameters after an epoch in which each batch is cut into 4 micro-batches."""
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=sync_with_dataloader)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = TinyMLP()
+    optimizer = sgd(model.parameters())
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TinyDataset(), GLOBAL_BATCH // accelerator.num_processes)
+    )
+    updates = 0
+    for inputs, targets in loader:
+        for part, wanted in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(part), wanted))
+                optimizer.step()
+                optimizer.zero_grad()
+            updates += accelerator.sync_gradients
+    return updates, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_batches_that_are_cut_by_hand_make_one_update_each(ranks):
+    model = TinyMLP()
+    optimizer = sgd(model.parameters())
+    for inputs, targets in DataLoader(TinyDataset(), GLOBAL_BATCH):
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for updates, found in run_ranks(cut_by_hand, ranks, False):
+        assert updates == 4
+        torch.testing.assert_close(found, [each.detach() for each in model.parameters()], rtol=1e-5, atol=1e-6)
+    # As in accelerate: the last batch ends a window in each of its parts.
+    assert [updates for updates, _ in run_ranks(cut_by_hand, ranks, True)] == [3 + 4] * ranks

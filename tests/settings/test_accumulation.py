@@ -24,6 +24,6 @@ def test_the_number_of_steps_is_a_whole_number_from_one(steps: Any):
 
 def test_what_is_not_built_is_refused():
     with pytest.raises(
-        NotImplementedError, match=r"adjust_scheduler=False\) is not built yet \(area: training semantics\)"
+        ValueError, match=r"adjust_scheduler=False\): only True is legal"
     ):
         GradientAccumulationPlugin(adjust_scheduler=False)

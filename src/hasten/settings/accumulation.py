@@ -26,8 +26,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             weight=n_tokens)` gives exactly the gradient of sum(loss) / sum(weight), whatever the micro-batches hold.
 
     Raises:
-        ValueError: `num_steps` is below 1, or an unknown `scale`.
-        NotImplementedError: `adjust_scheduler=False`.
+        ValueError: `num_steps` is below 1, an unknown `scale`, or `adjust_scheduler=False`.
     """
 
     num_steps: int | None = None
@@ -48,7 +47,8 @@ class GradientAccumulationPlugin(KwargsHandler):
                 f"GradientAccumulationPlugin(scale={self.scale!r}): allowed are {', '.join(map(repr, SCALES))}."
             )
         if not self.adjust_scheduler:
-            raise NotImplementedError(
-                "GradientAccumulationPlugin(adjust_scheduler=False) is not built yet (area: training semantics): a prepared "
-                "scheduler advances when its optimizer does. Leave the setting at True, or step an unprepared scheduler."
+            raise ValueError(
+                "GradientAccumulationPlugin(adjust_scheduler=False): only True is legal. A prepared scheduler advances once per "
+                "update (and process, see Accelerator(scheduler_unit=...)), not once per micro-batch, however it was written. For "
+                "a schedule that counts micro-batches, do not prepare the scheduler and step it yourself."
             )
