@@ -122,8 +122,11 @@ class Replicate:
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
-    # Replicated gradients are equal, so the local norm is the global one.
-    clip_grad_norm_ = staticmethod(torch.nn.utils.clip_grad_norm_)
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip by the global norm, which is the local one where gradients are replicated."""
+        from hasten.weights import gradients
+
+        return gradients.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def exchange_order(self, model: Any) -> list[str] | None:
         """The names of a model's gradients in the order of their exchange, where sums depend on it and it is known."""

@@ -126,3 +126,8 @@ def keeps_workers(loader: DataLoader[Any]) -> bool:
 def copy_each(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each tensor into its partner, in one operation; the lists are not empty."""
     torch._foreach_copy_(into, tensors)
+
+
+def multiply_each(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each tensor in place by one number, in one operation; the list is not empty."""
+    torch._foreach_mul_(tensors, factor)
