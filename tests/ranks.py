@@ -248,30 +248,33 @@ class _Pool:
         self._context: Any = multiprocessing.get_context(START_METHOD)
         if START_METHOD == "forkserver":
             self._context.set_forkserver_preload(["tests.rank_zygote"])
-        self._idle: list[_Rank] = []
+        # By rank: torch remembers in a process what it has computed for a mesh, and takes its rank to be always the same.
+        self._idle: dict[int, _Rank] = {}
 
     @contextmanager
     def lend(self, count: int, fresh: bool) -> Iterator[list[_Rank]]:
         """Lend `count` ranks. Those that are killed meanwhile do not come back; none does if the body raises or `fresh` is set."""
-        ranks = [] if fresh else [rank for rank in self._idle if rank.is_alive()][:count]
-        self._idle = [rank for rank in self._idle if rank not in ranks and rank.is_alive()]
+        kept = {} if fresh else {i: self._idle.pop(i) for i in range(count) if i in self._idle}
+        _kill([rank for rank in kept.values() if not rank.is_alive()])
+        new = {i: _Rank(self._context) for i in range(count) if i not in kept or not kept[i].is_alive()}
+        ranks = [new.get(i) or kept[i] for i in range(count)]
         try:
-            new = [_Rank(self._context) for _ in range(count - len(ranks))]
-            ranks += new
-            _require_ready(new)
+            _require_ready(list(new.values()))
             yield ranks
         except BaseException:
             fresh = True
             raise
         finally:
-            if fresh:
-                _kill(ranks)
-            self._idle = [rank for rank in ranks if rank.is_alive()] + self._idle
-            _kill(self._idle[KEPT:])
-            del self._idle[KEPT:]
+            back = (
+                {}
+                if fresh
+                else {i: rank for i, rank in enumerate(ranks[:KEPT]) if rank.is_alive() and i not in self._idle}
+            )
+            _kill([rank for i, rank in enumerate(ranks) if i not in back and rank.is_alive()])
+            self._idle |= back
 
     def close(self) -> None:
-        _kill(self._idle)
+        _kill(list(self._idle.values()))
         self._idle.clear()
 
 

@@ -35,7 +35,6 @@ META = World(device=torch.device("meta"))
     [
         ("deepspeed_plugin", object(), "engines"),
         ("deepspeed_plugins", {"a": object()}, "engines"),
-        ("fsdp_plugin", object(), "FSDP2"),
         ("torch_tp_plugin", object(), "N-D parallelism"),
         ("megatron_lm_plugin", object(), "engines"),
         ("log_with", "all", "trackers"),
@@ -64,7 +63,6 @@ def test_switching_them_off_is_fine(arguments: dict[str, Any]):
 @pytest.mark.parametrize(
     ("variable", "value", "area"),
     [
-        ("ACCELERATE_USE_FSDP", "true", "FSDP2"),
         ("ACCELERATE_USE_DEEPSPEED", "1", "engines"),
         ("ACCELERATE_USE_MEGATRON_LM", "yes", "engines"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "N-D parallelism"),
@@ -246,7 +244,8 @@ def test_a_mesh_that_is_not_built_is_refused():
 
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_left_behind():
     with pytest.raises(
-        ValueError, match=r"ParallelismConfig\(dp_replicate_size=4\) does not fit 1 processes. Start 4 \(`hasten launch"
+        ValueError,
+        match=r"ParallelismConfig\(dp_replicate_size=4, dp_shard_size=1\) does not fit 1 processes. Start 4 \(`hasten launch",
     ):
         Accelerator(mixed_precision="bf16", parallelism_config=ParallelismConfig(dp_replicate_size=4))
     assert Accelerator(mixed_precision="no").mixed_precision == "no"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.session import Session
 from hasten.settings import environment
@@ -24,6 +24,9 @@ from hasten.state.accelerator import AcceleratorState, read_precision
 from hasten.world import process
 from hasten.world.process import World
 
+if TYPE_CHECKING:
+    from hasten.parallel.shard import Shard
+
 # The attribute of the Accelerator under which each kind of handler is found.
 HANDLERS: dict[str, type[KwargsHandler]] = {
     "ddp_handler": DistributedDataParallelSettings,
@@ -40,7 +43,6 @@ _FP8_HANDLERS = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler",
 _NOT_BUILT = {
     "deepspeed_plugin": "engines",
     "deepspeed_plugins": "engines",
-    "fsdp_plugin": "FSDP2",
     "torch_tp_plugin": "N-D parallelism",
     "megatron_lm_plugin": "engines",
     "log_with": "trackers",
@@ -48,7 +50,6 @@ _NOT_BUILT = {
     "dynamo_plugin": "compilation",
 }
 _NOT_BUILT_ENVIRONMENT = {
-    "ACCELERATE_USE_FSDP": "FSDP2",
     "ACCELERATE_USE_DEEPSPEED": "engines",
     "ACCELERATE_USE_MEGATRON_LM": "engines",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "N-D parallelism",
@@ -180,12 +181,57 @@ def choose_world(world: World | None, ranks: Sequence[int] | None, cpu: bool, gr
     return world
 
 
-def check_parallelism(config: Any, world: World) -> None:
+def choose_sharding(plugin: Any) -> Any:
+    """The plugin that was passed, or one from the environment, or None.
+
+    Raises:
+        TypeError: something else was passed.
+    """
+    if plugin is None and not environment.get("use_fsdp"):
+        return None
+    from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
+
+    check_kinds(fsdp_plugin=(plugin, FullyShardedDataParallelPlugin))
+    return FullyShardedDataParallelPlugin() if plugin is None else plugin
+
+
+def check_sharding(plugin: Any, precision: str) -> None:
+    """Refuse what sharding can not do yet.
+
+    Raises:
+        NotImplementedError: fp16.
+    """
+    if plugin is not None and precision == "fp16":
+        raise NotImplementedError(
+            "FSDP with mixed_precision='fp16' is not built yet (area: FSDP2): the loss scale must agree over all shards. Use "
+            "'bf16'."
+        )
+
+
+def open_shard(plugin: Any, config: Any, state: AcceleratorState) -> Shard | None:
+    """The engine that shards, or None where models are replicated: without a plugin, without ranks to share with."""
+    world = state.world
+    if plugin is None or world.group is None:
+        return None
+    shards, copies = plugin.shards_and_copies(world.size, world.local_size)
+    if config is not None and config.total_size > 1:
+        shards, copies = config.dp_shard_size, config.dp_replicate_size
+    if shards == 1 and world.size > 1:
+        return None
+    from hasten.parallel.shard import Shard
+    from hasten.world.mesh import build_mesh
+
+    plugin.set_mixed_precision(state.mixed_precision)
+    sizes = ParallelismSizes(dp_replicate_size=copies, dp_shard_size=shards)
+    return Shard(world, build_mesh(sizes, world, sharded=True), plugin.sharding())
+
+
+def check_parallelism(config: Any, world: World, shards: bool) -> None:
     """Refuse mesh axes that nothing works on yet.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
-        NotImplementedError: an axis other than dp_replicate.
+        NotImplementedError: an axis other than those of data.
     """
     if config is None:
         return
@@ -196,17 +242,19 @@ def check_parallelism(config: Any, world: World) -> None:
     others = [
         axis
         for axis in AXES
-        if axis != "dp_replicate" and (config.size(axis) > 1 or getattr(config, f"{axis}_handler", None) is not None)
+        if axis not in ("dp_replicate", "dp_shard" if shards else "")
+        and (config.size(axis) > 1 or getattr(config, f"{axis}_handler", None) is not None)
     ]
     if others:
         raise NotImplementedError(
-            f"ParallelismConfig with settings for {', '.join(others)} is not built yet (areas: FSDP2, N-D parallelism). "
-            "Only dp_replicate_size is."
+            f"ParallelismConfig with settings for {', '.join(others)} is not built yet (area: N-D parallelism). Only "
+            "dp_replicate_size is, and dp_shard_size with a FullyShardedDataParallelPlugin."
         )
     if config.total_size not in (1, world.size):
         raise ValueError(
-            f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) does not fit {world.size} processes. Start "
-            f"{config.total_size} (`hasten launch --num_processes {config.total_size}`) or set it to {world.size}."
+            f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}, dp_shard_size={config.dp_shard_size}) does not fit "
+            f"{world.size} processes. Start {config.total_size} (`hasten launch --num_processes {config.total_size}`) or change a "
+            "size."
         )
 
 
@@ -234,6 +282,7 @@ def open_session(
     gradient_accumulation_plugin: GradientAccumulationPlugin | None,
     step_scheduler_with_optimizer: bool,
     scheduler_unit: str | None,
+    fsdp_plugin: Any,
     kwargs_handlers: Sequence[Any] | None,
     parallelism_config: Any,
     world: World | None,
@@ -247,12 +296,16 @@ def open_session(
     init = handlers["init_handler"]
     group = {} if init is None else init.to_kwargs()
     own_world = choose_world(world, ranks, cpu, group)
-    check_parallelism(parallelism_config, own_world or process.start(cpu, **group))
+    plugin = choose_sharding(fsdp_plugin)
+    check_parallelism(parallelism_config, own_world or process.start(cpu, **group), shards=plugin is not None)
     known = {} if own_world is not None else AcceleratorState._shared_state
-    check_outputs(handlers["autocast_handler"], known.get("_mixed_precision") or read_precision(mixed_precision))
+    precision = known.get("_mixed_precision") or read_precision(mixed_precision)
+    check_outputs(handlers["autocast_handler"], precision)
+    check_sharding(plugin, precision)
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,
+        fsdp_plugin=plugin,
         parallelism_config=parallelism_config,
         _from_accelerator=True,
         **({} if own_world is None else {"_world": own_world}),
@@ -266,4 +319,5 @@ def open_session(
         choose_rng_types(rng_types),
         step_scheduler_with_optimizer,
         scheduler_unit,
+        open_shard(plugin, parallelism_config, state),
     )

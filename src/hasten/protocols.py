@@ -39,6 +39,34 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """What it wants done to a model before `wrap`."""
+        ...
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether checkpoints can hold its models and their optimizers."""
+        ...
+
+    @property
+    def moves_models(self) -> bool:
+        """Whether `wrap` puts a model on its device, unit by unit."""
+        ...
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh axes over which models live, with their sizes."""
+        ...
+
+    def notes(self, model: Any) -> list[str]:
+        """What is worth knowing about how a model lives on the ranks, a line each."""
+        ...
+
+    def follow(self, optimizer: Any) -> int:
+        """Let a torch optimizer hold what the parameters of wrapped models have become; returns how many it found."""
+        ...
+
     def wrap(self, model: Any, evaluation: bool) -> Any:
         """Prepare a model that is already on its device."""
         ...

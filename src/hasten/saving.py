@@ -22,7 +22,16 @@ PathLike = str | os.PathLike[str]
 
 
 def contents_of(session: Session) -> Contents:
-    """What of a session a checkpoint holds."""
+    """What of a session a checkpoint holds.
+
+    Raises:
+        NotImplementedError: the models are sharded.
+    """
+    if not session.engine.saves_state:
+        raise NotImplementedError(
+            "save_state and load_state of sharded models are not built yet (area: checkpoints). `accelerator.save_model` and "
+            "`accelerator.get_state_dict` give the whole weights; `torch.distributed.checkpoint` saves shards and optimizers."
+        )
     scaling = session.scaling
     if scaling is not None:
         scaling.settle()

@@ -100,7 +100,7 @@ def sharded(tied: bool, name: str, micro: int = 1, max_norm: float | None = None
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_training_is_that_of_one_whole_model(ranks, tied, name):
     for found in run_ranks(sharded, ranks, tied, name):
-        torch.testing.assert_close(found, plain(ranks, tied, name), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, plain(ranks, tied, name), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", ["frees", "choose", "prefetch"])

@@ -82,11 +82,11 @@ def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: boo
     for transform in recipe.before:
         model = transform.apply(model)
         steps.append(transform.name)
-    if place and first_dtensor(model) is None:
+    if place and not recipe.engine.moves_models and first_dtensor(model) is None:
         model = model.to(recipe.world.device)
         steps.append(f"to {recipe.world.device}")
     wrapped = recipe.engine.wrap(model, evaluation)
-    if wrapped is not model:
+    if wrapped is not model or recipe.engine.notes(wrapped):
         steps.append(type(wrapped).__name__)
     for transform in recipe.after:
         wrapped = transform.apply(wrapped)
@@ -112,10 +112,11 @@ def describe(model: torch.nn.Module, recipe: Recipe, steps: Sequence[str]) -> Pl
         steps=tuple(steps),
         world_size=world.size,
         device=str(world.device),
-        mesh={"dp_replicate": world.size} if world.group is not None else {},
+        mesh=recipe.engine.axes,
         dtypes=dict(dtypes),
         ties=tuple(tuple(group) for group in names.find_ties(model)),
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        notes=tuple(recipe.engine.notes(model)),
     )

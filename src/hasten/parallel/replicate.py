@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hasten.protocols import Transform
 from hasten.settings.enums import DDPCommunicationHookType
 from hasten.settings.handlers import DistributedDataParallelSettings
 from hasten.world import torch_private
@@ -50,6 +51,23 @@ class Replicate:
 
     def __reduce__(self) -> Any:
         return Replicate, (self.world, self.handler)
+
+    transforms: tuple[Transform, ...] = ()
+    saves_state = True
+    moves_models = False
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """One axis of copies, where there is a process group."""
+        return {"dp_replicate": self.world.size} if self.world.group is not None else {}
+
+    def notes(self, model: Any) -> list[str]:
+        """Nothing."""
+        return []
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> int:
+        """Do nothing: parameters stay what they are."""
+        return 0
 
     def wrap(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.

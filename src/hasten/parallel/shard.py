@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hasten.parallel.units import Choose, Unit, plan_units
+from hasten.protocols import Transform
 from hasten.weights import gradients
 from hasten.world.process import World
 
@@ -33,6 +35,7 @@ class Sharding:
         ignored: gives, for a model, the parameters that every rank keeps whole.
         prefetch: units that are gathered ahead, in the forward and in the backward pass.
         upcast: store parameters that are trained in fp32, so that small updates are not lost.
+        transforms: what is done to a model before.
     """
 
     choose: Callable[[nn.Module], Choose | None] = lambda model: None
@@ -42,6 +45,7 @@ class Sharding:
     ignored: Callable[[nn.Module], set[nn.Parameter]] = lambda model: set()
     prefetch: tuple[int, int] = (0, 0)
     upcast: bool = False
+    transforms: tuple[Transform, ...] = ()
 
 
 class Shard:
@@ -59,12 +63,42 @@ class Shard:
         self.world = world
         self.mesh = mesh
         self.sharding = sharding
+        self._units: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """What is done to a model before it is wrapped."""
+        return self.sharding.transforms
+
+    def __reduce__(self) -> Any:
+        return Shard, (self.world, self.mesh, self.sharding)
 
     # -- models ------------------------------------------------------------------------------------------------------
 
+    saves_state = False
+    moves_models = True
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Shards, and copies of them."""
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
+
+    def notes(self, model: Any) -> list[str]:
+        """The units."""
+        return [str(unit) for unit in self._units.get(model, ())]
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> int:
+        """Let an optimizer hold the shards of its parameters; see the function."""
+        return follow(optimizer)
+
     def plan(self, model: nn.Module) -> list[Unit]:
         """The units of a model, inner ones first."""
-        return plan_units(model, self.sharding.choose(model), self.sharding.ignored(model))
+        return plan_units(model, self.sharding.choose(model), self._ignored(model))
+
+    def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
+        # Quantized weights are integers, which are never trained.
+        whole = {each for each in model.parameters() if not (each.is_floating_point() or each.is_complex())}
+        return whole | self.sharding.ignored(model)
 
     def wrap(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         """Shard a model in place; one that is sharded already stays as it is.
@@ -78,7 +112,7 @@ class Shard:
         if self.sharding.upcast:
             upcast(model)
         before = dict(model.named_parameters())
-        ignored = self.sharding.ignored(model)
+        ignored = self._ignored(model)
         modules = dict(model.named_modules())
         units = self.plan(model)
         for unit in units:
@@ -86,6 +120,7 @@ class Shard:
         self._prefetch([modules[unit.modules[0]] for unit in units if unit.modules != ("",)])
         for name, parameter in model.named_parameters():
             replace(before[name], parameter)
+        self._units[model] = units
         return model
 
     def _check(self, model: nn.Module) -> None:

@@ -165,20 +165,21 @@ def _units(tree: _Tree, groups: list[_Group]) -> list[Unit]:
 
 
 def by_class(model: nn.Module, names: Iterable[str]) -> Choose:
-    """Choose modules by the names of their classes.
+    """Choose modules by the names of their classes, or of those that these derive from.
 
     Raises:
         ValueError: the model has no module of one of these classes.
     """
     wanted = set(names)
     present = {type(module).__name__ for module in model.modules()}
-    missing = sorted(wanted - present)
+    inherited = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    missing = sorted(wanted - inherited)
     if missing:
         raise ValueError(
             f"Could not find the transformer layer class{'es' if len(missing) > 1 else ''} {', '.join(missing)} in "
             f"{type(model).__name__}. Its modules are of the classes {', '.join(sorted(present))}."
         )
-    return lambda module: type(module).__name__ in wanted
+    return lambda module: any(kind.__name__ in wanted for kind in type(module).__mro__)
 
 
 def by_size(model: nn.Module, least: int) -> Choose:

@@ -147,6 +147,8 @@ TABLE: tuple[Setting, ...] = (
     _dynamo("use_dynamic", "bool", "Trace with dynamic shapes", default=False),
     _dynamo("use_regional_compilation", "bool", "Compile each repeated block once instead of the whole model",
             default=False),
+    _variable("use_fsdp", "bool", "ACCELERATE_USE_FSDP", "Divide parameters over the ranks, as the variables FSDP_* say",
+              default=False),
     _variable("torch_device", "str", "ACCELERATE_TORCH_DEVICE", "Device to use, such as cuda:1, instead of the found one"),
     _variable("bypass_device_map", "bool", "ACCELERATE_BYPASS_DEVICE_MAP",
               "Prepare a model that a device map has spread, in a distributed job", default=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.settings import environment
-from hasten.settings.enums import PrecisionType
+from hasten.settings.enums import DistributedType, PrecisionType
 from hasten.state.partial import PartialState, ProcessView, describe, summary
 from hasten.world import process
 from hasten.world.context import CONTEXT
@@ -84,6 +84,8 @@ class AcceleratorState(ProcessView):
             dynamo_plugin=dynamo_plugin,
             device_mesh=None,
         )
+        if fsdp_plugin is not None and world.group is not None:
+            self.__dict__["distributed_type"] = DistributedType.FSDP
 
     def _check_same(self, mixed_precision: str | None) -> None:
         if mixed_precision is not None and read_precision(mixed_precision) != self._mixed_precision:
@@ -111,7 +113,7 @@ class AcceleratorState(ProcessView):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by FSDP2."""
-        return False
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def deepspeed_plugin(self) -> None:

@@ -55,11 +55,13 @@ class ParallelismConfig(ParallelismSizes):
         return {**self.__dict__, "_mesh": None}
 
 
-def build_mesh(sizes: ParallelismSizes, world: World, device_type: str | None = None) -> DeviceMesh:
+def build_mesh(
+    sizes: ParallelismSizes, world: World, device_type: str | None = None, *, sharded: bool = False
+) -> DeviceMesh:
     """Arrange the ranks of `world` in a mesh with the active axes of `sizes`, in the order dp_replicate, dp_shard, cp, sp, tp.
 
-    A mesh without any active axis has one axis, dp_replicate, of size 1. Several data axes are also reachable as one, as "dp",
-    "dp_shard_cp" and "dp_cp". Every group that is made waits as long as the world's own.
+    A mesh without any active axis has one axis of size 1: dp_replicate, or dp_shard if `sharded`. Several data axes are also
+    reachable as one, as "dp", "dp_shard_cp" and "dp_cp". Every group that is made waits as long as the world's own.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks.
@@ -72,7 +74,7 @@ def build_mesh(sizes: ParallelismSizes, world: World, device_type: str | None = 
         )
     if world.group is None:
         raise ValueError("A mesh needs a process group: start the script with `hasten launch` or torchrun.")
-    axes = tuple(sizes.active_mesh_dims) or ("dp_replicate",)
+    axes = tuple(sizes.active_mesh_dims) or ("dp_shard" if sharded else "dp_replicate",)
     shape = tuple(sizes.size(axis) for axis in axes)
     with torch_private.groups_of_a_mesh(world.timeout):
         ranks = torch.tensor(world.ranks).reshape(shape)

@@ -1,0 +1,433 @@
+"""The settings of sharding as other libraries know them, and what they mean for a model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from hasten.parallel.recompute import Recompute
+from hasten.parallel.shard import Sharding
+from hasten.parallel.units import Choose, by_class, by_size
+from hasten.settings import environment
+from hasten.settings.values import FALSE, TRUE
+from hasten.world.context import CONTEXT
+
+_logger = logging.getLogger(__name__)
+
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_POLICY_KEYS = ("param_dtype", "reduce_dtype", "output_dtype")
+_DEFAULT_SIZE = 100_000_000
+
+# Over which ranks parameters are divided.
+EVERYWHERE = "all ranks"
+MACHINE = "the ranks of a machine"
+NOWHERE = "no other rank"
+
+_STRATEGIES = {
+    ShardingStrategy.FULL_SHARD: (True, EVERYWHERE),
+    ShardingStrategy.SHARD_GRAD_OP: (False, EVERYWHERE),
+    ShardingStrategy.HYBRID_SHARD: (True, MACHINE),
+    ShardingStrategy._HYBRID_SHARD_ZERO2: (False, MACHINE),
+    ShardingStrategy.NO_SHARD: (False, NOWHERE),
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How the parameters of prepared models are divided over the ranks.
+
+    A field of None is read from its environment variable, `FSDP_<FIELD>`, else has its default.
+
+    There is one engine, torch's `fully_shard` (version 2). Settings of version 1 are translated, which is said once, and
+    `fsdp_version` is 2 from then on.
+
+    Args:
+        fsdp_version: 1 or 2.
+        sharding_strategy: of version 1: FULL_SHARD, SHARD_GRAD_OP (as `reshard_after_forward=False`), HYBRID_SHARD (parameters are
+            divided within each machine and copied between machines), HYBRID_SHARD_ZERO2 or NO_SHARD.
+        reshard_after_forward: free whole parameters after the forward pass and gather them again for the backward pass: less
+            memory, more communication. True by default; an integer keeps them in shards of so many ranks.
+        mixed_precision_policy: a torch `MixedPrecisionPolicy`, "bf16" or "fp16", or a dictionary with its three formats; by
+            default the Accelerator's precision.
+        auto_wrap_policy: which modules are gathered together: "transformer_based_wrap" (by class), "size_based_wrap", "no_wrap"
+            (the model as a whole) or a function of a module; by default the model's own `_no_split_modules`, if it has them.
+        transformer_cls_names_to_wrap: the classes, as a list or with commas (`FSDP_TRANSFORMER_CLS_TO_WRAP`).
+        min_num_params: the size for "size_based_wrap".
+        cpu_offload: True or a torch policy: keep shards on the CPU (`FSDP_OFFLOAD_PARAMS`).
+        ignored_modules: modules that every rank keeps whole, or a pattern that their whole names match.
+        forward_prefetch: gather so many units ahead in the forward pass; True for one.
+        backward_prefetch: torch's own choice is always in effect; an integer gathers so many units ahead.
+        state_dict_type: how a model is saved: FULL_STATE_DICT or SHARDED_STATE_DICT.
+        use_orig_params, sync_module_states, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
+        activation_checkpointing: layers keep their input only and run again in the backward pass. True for all layers (the
+            outermost that the policy chooses), an integer n for every n-th, or operations whose results are kept all the same (a
+            list or a policy, see `torch.utils.checkpoint.create_selective_checkpoint_contexts`).
+        activation_checkpointing_offload: and these inputs are kept in the memory of the host.
+        cpu_ram_efficient_loading, param_init_fn, state_dict_config, optim_state_dict_config: not built yet.
+
+    Raises:
+        ValueError: a value is not legal; the message says which are.
+        NotImplementedError: a setting that is not built yet.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: Any = None
+    activation_checkpointing: Any = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        self._layout = EVERYWHERE
+        self.fsdp_version = self._version()
+        self._refuse_unbuilt()
+        self._choose_recomputation()
+        self._choose_strategy()
+        self._choose_state_dict_type()
+        self.cpu_offload = self._offload()
+        self._choose_policy()
+        if self.ignored_modules is None:
+            self.ignored_modules = environment.raw("FSDP_IGNORED_MODULES")
+        if self.mixed_precision_policy is not None:
+            self.mixed_precision_policy = _precision_policy(self.mixed_precision_policy)
+        self._prefetch = (self._ahead("forward_prefetch"), self._ahead("backward_prefetch"))
+        self.forward_prefetch = self.backward_prefetch = None
+        self.use_orig_params = self.sync_module_states = None
+        if self.fsdp_version == 1:
+            self._become_version_2()
+
+    # -- reading the fields ------------------------------------------------------------------------------------------
+
+    def _version(self) -> int:
+        given = environment.raw("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
+        if given is None:
+            return 1 if self.sharding_strategy is not None or environment.raw("FSDP_SHARDING_STRATEGY") else 2
+        if str(given) not in ("1", "2"):
+            raise ValueError(f"fsdp_version={given!r}: allowed are 1 and 2.")
+        return int(given)
+
+    def _refuse_unbuilt(self) -> None:
+        self.cpu_ram_efficient_loading = bool(self._flag("cpu_ram_efficient_loading"))
+        for name in ("param_init_fn", "state_dict_config", "optim_state_dict_config", "cpu_ram_efficient_loading"):
+            if getattr(self, name):
+                raise NotImplementedError(
+                    f"FullyShardedDataParallelPlugin({name}=...) is not built yet (area: FSDP2). Leave it out."
+                )
+
+    def _choose_recomputation(self) -> None:
+        given = self.activation_checkpointing
+        if isinstance(given, bool) or given is None or isinstance(given, str):
+            self.activation_checkpointing = bool(self._flag("activation_checkpointing"))
+        elif isinstance(given, int) and given < 1:
+            raise ValueError(f"activation_checkpointing={given}: every n-th layer, so n must be at least 1.")
+        self.activation_checkpointing_offload = bool(self._flag("activation_checkpointing_offload"))
+        if not self.activation_checkpointing_offload:
+            return
+        if not self.activation_checkpointing:
+            raise ValueError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
+        if self.fsdp_version == 1:
+            raise ValueError("`activation_checkpointing_offload=True` is only supported with `fsdp_version=2`.")
+
+    def recomputation(self) -> Recompute | None:
+        """The transform that makes layers run again; None if they keep what they compute."""
+        given = self.activation_checkpointing
+        if given is False:
+            return None
+        if isinstance(given, int):
+            return Recompute(self.choose, int(given), offload=bool(self.activation_checkpointing_offload))
+        return Recompute(self.choose, keep=given, offload=bool(self.activation_checkpointing_offload))
+
+    def _flag(self, name: str, variable: str | None = None) -> bool | None:
+        """A field that is true or false, from Python, as text or from the environment; None if nobody set it."""
+        given = getattr(self, name)
+        given = environment.raw(variable or f"FSDP_{name.upper()}") if given is None else given
+        if given is None or isinstance(given, bool):
+            return given
+        if str(given).lower() in (*TRUE, *FALSE):
+            return str(given).lower() in TRUE
+        raise ValueError(f"{name}={given!r}: allowed are true and false.")
+
+    def _choose_strategy(self) -> None:
+        given = self.sharding_strategy
+        given = environment.raw("FSDP_SHARDING_STRATEGY") if given is None else given
+        frees = self.reshard_after_forward
+        frees = environment.raw("FSDP_RESHARD_AFTER_FORWARD") if frees is None else frees
+        if isinstance(frees, ShardingStrategy) or (isinstance(frees, str) and _is_strategy(frees)):
+            if self.fsdp_version == 2:
+                raise ValueError(
+                    f"reshard_after_forward set to {frees}. This is not supported with FSDP2, please set to a `bool`, or an "
+                    "integer for shards of so many ranks."
+                )
+            given, frees = frees, None
+        elif frees is not None and self.fsdp_version == 1:
+            raise ValueError(
+                f"reshard_after_forward set to {frees}. This is not supported with FSDP1, please set to a `str` or an instance of "
+                "`torch.distributed.fsdp.ShardingStrategy`, or use `fsdp_version=2`."
+            )
+        if given is not None and self.fsdp_version == 2:
+            raise ValueError(
+                f"sharding_strategy={given!r} is a setting of version 1. With fsdp_version=2 set `reshard_after_forward` to a "
+                "`bool` (False is SHARD_GRAD_OP), and `ParallelismConfig(dp_replicate_size=...)` for copies."
+            )
+        self.sharding_strategy = None
+        if given is not None:
+            self.reshard_after_forward, self._layout = _STRATEGIES[_strategy(given)]
+        elif frees is None:
+            self.reshard_after_forward = True
+        elif isinstance(frees, int) and not isinstance(frees, bool):
+            self.reshard_after_forward = frees
+        else:
+            self.reshard_after_forward = frees
+            self.reshard_after_forward = self._flag("reshard_after_forward")
+
+    def _choose_state_dict_type(self) -> None:
+        default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        given = self.state_dict_type
+        given = environment.raw("FSDP_STATE_DICT_TYPE") or default if given is None else given
+        self.set_state_dict_type(given)
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose how a model is saved from now on.
+
+        Raises:
+            ValueError: an unknown type, or LOCAL_STATE_DICT, which only version 1 has.
+        """
+        given = self.state_dict_type if state_dict_type is None else state_dict_type
+        kinds = {kind.name: kind for kind in StateDictType}
+        kinds |= {str(kind.value): kind for kind in StateDictType}
+        kind = given if isinstance(given, StateDictType) else kinds.get(str(given).upper())
+        if kind is None or kind is StateDictType.LOCAL_STATE_DICT:
+            raise ValueError(
+                f"FSDP2 does not support {given}. Please set `fsdp_state_dict_type` to `SHARDED_STATE_DICT` or `FULL_STATE_DICT`."
+            )
+        self.state_dict_type = kind
+
+    def _offload(self) -> OffloadPolicy:
+        if isinstance(self.cpu_offload, OffloadPolicy):
+            return self.cpu_offload
+        if hasattr(self.cpu_offload, "offload_params"):  # version 1's class
+            self.cpu_offload = bool(self.cpu_offload.offload_params)
+        if self._flag("cpu_offload", "FSDP_OFFLOAD_PARAMS"):
+            return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        return OffloadPolicy()
+
+    def _ahead(self, name: str) -> int:
+        """How many units are gathered ahead in one direction."""
+        given = getattr(self, name)
+        given = environment.raw(f"FSDP_{name.upper()}") if given is None else given
+        text = str(getattr(given, "name", given)).upper()
+        if given is None or text in ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST"):
+            return 0  # torch gathers the next unit early by itself
+        if isinstance(given, int) and not isinstance(given, bool):
+            return given
+        return int(text.lower() in TRUE)
+
+    def _choose_policy(self) -> None:
+        self._classes = self._class_names()
+        self.min_num_params = self._size()
+        given = self.auto_wrap_policy
+        given = environment.raw("FSDP_AUTO_WRAP_POLICY") if given is None else given
+        if isinstance(given, str):
+            if given.upper() not in _POLICIES:
+                raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {list(_POLICIES)}")
+            named = {
+                "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+                "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+            }
+            given = named.get(given.upper(), _no_wrap)
+        elif given is not None and not callable(given):
+            raise ValueError(f"auto_wrap_policy={given!r}: allowed are {list(_POLICIES)} and functions of a module.")
+        self.auto_wrap_policy = given
+
+    def _class_names(self) -> list[str]:
+        given = self.transformer_cls_names_to_wrap
+        given = environment.raw("FSDP_TRANSFORMER_CLS_TO_WRAP") if given is None else given
+        if isinstance(given, str):
+            given = [name.strip() for name in given.split(",") if name.strip()]
+        self.transformer_cls_names_to_wrap = None if given is None else list(given)
+        return list(given or ())
+
+    def _size(self) -> int | None:
+        given: Any = self.min_num_params
+        given = environment.raw("FSDP_MIN_NUM_PARAMS") if given is None else given
+        if given is None:
+            return None
+        if isinstance(given, str) and given.isdecimal():
+            given = int(given)
+        if not isinstance(given, int):
+            raise ValueError(f"`min_num_params` must be an integer. Got {given} of type {type(given)}")
+        return given
+
+    def _become_version_2(self) -> None:
+        self.fsdp_version = 2
+        if CONTEXT.first_time("FSDP version 1 is translated"):
+            _logger.warning(
+                "Settings of FSDP version 1 are translated to version 2: whole parameters are %s after the forward pass, and "
+                "divided over %s. Use FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=%s) to say the same.",
+                "freed" if self.reshard_after_forward else "kept",
+                self._layout,
+                self.reshard_after_forward,
+            )
+
+    # -- what they mean for a model ----------------------------------------------------------------------------------
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Compute and reduce in this precision, if no policy was given or `override` says so."""
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = None if str(mixed_precision) == "no" else _precision_policy(mixed_precision)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Look for the classes in this model; kept for libraries that call it.
+
+        Raises:
+            ValueError: the model has no module of one of these classes.
+        """
+        self.choose(model)
+
+    def shards_and_copies(self, size: int, local_size: int) -> tuple[int, int]:
+        """Over how many ranks parameters are divided, and how many copies there are of the whole."""
+        shards = {EVERYWHERE: size, MACHINE: local_size, NOWHERE: 1}[self._layout]
+        return shards, size // shards
+
+    def sharding(self) -> Sharding:
+        """What the engine must know."""
+        policy = self.mixed_precision_policy or MixedPrecisionPolicy()
+        recompute = self.recomputation()
+        return Sharding(
+            choose=self.choose,
+            frees=self.reshard_after_forward,
+            precision=policy,
+            offload=self.cpu_offload,
+            ignored=self.ignored,
+            prefetch=self._prefetch,
+            upcast=policy.param_dtype not in (None, torch.float32),
+            transforms=() if recompute is None else (recompute,),
+        )
+
+    def choose(self, model: nn.Module) -> Choose | None:
+        """Which modules of a model are gathered together; None for the model as a whole."""
+        policy = self.auto_wrap_policy
+        if policy is _no_wrap:
+            return None
+        if policy is size_based_auto_wrap_policy:
+            least = _DEFAULT_SIZE if self.min_num_params is None else self.min_num_params
+            return by_size(model, least) if least > 0 else None
+        if policy is None or policy is transformer_auto_wrap_policy:
+            names = self._classes or _own_classes(model)
+            return by_class(model, names) if names else None
+        return _function(policy)
+
+    def ignored(self, model: nn.Module) -> set[nn.Parameter]:
+        """The parameters that every rank keeps whole."""
+        given = self.ignored_modules
+        if given is None:
+            return set()
+        if isinstance(given, str):
+            pattern = re.compile(given)
+            given = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        return {parameter for module in given for parameter in module.parameters()}
+
+
+def _no_wrap(module: nn.Module) -> bool:
+    return False
+
+
+def _strategy(given: Any) -> ShardingStrategy:
+    if isinstance(given, ShardingStrategy):
+        return given
+    known = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
+    known |= {str(kind.value): kind for kind in ShardingStrategy}
+    kind = known.get(str(given).upper())
+    if kind is None:
+        raise ValueError(
+            f"sharding_strategy={given!r}: allowed are {[name for name in known if not name.isdecimal()]}."
+        )
+    return kind
+
+
+def _is_strategy(text: str) -> bool:
+    return text.upper() in {kind.name.lstrip("_") for kind in ShardingStrategy}
+
+
+def _precision_policy(given: Any) -> MixedPrecisionPolicy:
+    """A policy from a torch policy, the name of a precision, or a dictionary.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if isinstance(given, str) or hasattr(given, "value"):
+        name = str(getattr(given, "value", given)).lower()
+        dtype = torch.bfloat16 if name == "fp8" else _DTYPES.get(name)
+        if dtype is not None:
+            return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    if isinstance(given, dict) and set(given) == set(_POLICY_KEYS):
+        dtypes: dict[str, Any] = {key: _DTYPES.get(value, value) for key, value in given.items()}
+        if all(isinstance(value, torch.dtype) for value in dtypes.values()):
+            return MixedPrecisionPolicy(**dtypes)
+    raise ValueError(
+        f"Invalid mixed precision policy: {given}. Must be a `MixedPrecisionPolicy`, one of {sorted(_DTYPES)}, or a `dict` with "
+        f"keys {list(_POLICY_KEYS)} and these values."
+    )
+
+
+def _own_classes(model: nn.Module) -> list[str]:
+    """The classes that a model says must not be divided, as far as it has them."""
+    present = {type(module).__name__ for module in model.modules()}
+    return [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
+
+
+def _function(policy: Any) -> Choose:
+    """A choice from a function of a module, or from one of torch's policies, which ask for more."""
+    if isinstance(policy, partial) and policy.func is transformer_auto_wrap_policy:
+        classes = tuple(policy.keywords["transformer_layer_cls"])
+        return lambda module: isinstance(module, classes)
+    try:
+        asks = set(inspect.signature(policy).parameters)
+    except (TypeError, ValueError):
+        asks = set()
+    if "recurse" in asks:
+        return lambda module: bool(
+            policy(module=module, recurse=False, nonwrapped_numel=sum(each.numel() for each in module.parameters()))
+        )
+    return lambda module: bool(policy(module))

@@ -1,0 +1,441 @@
+import logging
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator, DistributedType
+from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
+from hasten.settings.accumulation import GradientAccumulationPlugin
+from hasten.settings.parallelism import ParallelismSizes
+from hasten.world.mesh import ParallelismConfig
+from tests.parallel.test_units import Block, Language
+from tests.ranks import run_ranks
+
+BF16 = torch.bfloat16
+SAMPLES = 24
+BATCH = 2
+
+
+def plugin(**fields: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(**{"transformer_cls_names_to_wrap": ["Block"], **fields})
+
+
+# ---- the fields ----
+
+
+def test_defaults(monkeypatch):
+    found = FullyShardedDataParallelPlugin()
+    assert (found.fsdp_version, found.sharding_strategy, found.reshard_after_forward) == (2, None, True)
+    assert found.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert type(found.cpu_offload) is OffloadPolicy
+    assert found.mixed_precision_policy is found.auto_wrap_policy is found.ignored_modules is None
+    assert found.choose(Language()) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "frees", "shards"),
+    [
+        ("FULL_SHARD", True, (8, 1)),
+        ("shard_grad_op", False, (8, 1)),
+        (ShardingStrategy.HYBRID_SHARD, True, (4, 2)),
+        ("HYBRID_SHARD_ZERO2", False, (4, 2)),
+        ("NO_SHARD", False, (1, 8)),
+        ("1", True, (8, 1)),
+        (2, False, (8, 1)),
+    ],
+)
+def test_version_1_is_translated(strategy, frees, shards, caplog):
+    with caplog.at_level(logging.WARNING, "hasten"):
+        found = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy=strategy)
+        FullyShardedDataParallelPlugin(sharding_strategy=strategy)
+    assert (found.fsdp_version, found.reshard_after_forward, found.sharding_strategy) == (2, frees, None)
+    assert found.shards_and_copies(8, 4) == shards
+    assert found.state_dict_type is StateDictType.FULL_STATE_DICT  # version 1's default
+    assert [record.getMessage()[:44] for record in caplog.records] == ["Settings of FSDP version 1 are translated to"]
+
+
+def test_the_environment_is_read(monkeypatch):
+    variables = {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "80",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_FORWARD_PREFETCH": "true",
+        "FSDP_IGNORED_MODULES": "layers.1|head",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = FullyShardedDataParallelPlugin()
+    assert (found.reshard_after_forward, found.min_num_params) == (False, 80)
+    assert found.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert isinstance(found.cpu_offload, CPUOffloadPolicy)
+    assert found.sharding().prefetch == (1, 0)
+    model = Language()
+    choose = found.choose(model)
+    assert choose is not None
+    assert [name for name, module in model.named_modules() if choose(module)] == ["layers.0", "layers.1"]
+    assert found.ignored(model) == {*model.layers[1].parameters(), *model.head.parameters()}
+    assert FullyShardedDataParallelPlugin(reshard_after_forward=True, min_num_params=3).reshard_after_forward is True
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block, Linear")
+    assert FullyShardedDataParallelPlugin().transformer_cls_names_to_wrap == ["Block", "Linear"]
+
+
+class Marked(Language):
+    _no_split_modules: ClassVar = ["Block", "NotHere"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        ({}, ["layers.0", "layers.1"]),
+        ({"auto_wrap_policy": "transformer_based_wrap"}, ["layers.0", "layers.1"]),
+        ({"auto_wrap_policy": "NO_WRAP"}, None),
+        (
+            {"auto_wrap_policy": lambda module: isinstance(module, nn.LayerNorm)},
+            ["layers.0.norm", "layers.1.norm", "norm"],
+        ),
+        (
+            {"auto_wrap_policy": partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},
+            ["layers.0", "layers.1"],
+        ),
+        (
+            {"auto_wrap_policy": lambda module, recurse, nonwrapped_numel: nonwrapped_numel >= 80 and not recurse},
+            ["", "layers", "layers.0", "layers.1"],
+        ),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 0}, None),
+    ],
+)
+def test_policies(fields, chosen):
+    model = Marked()
+    choose = FullyShardedDataParallelPlugin(**fields).choose(model)
+    found = None if choose is None else [name for name, module in model.named_modules() if choose(module)]
+    assert found == chosen
+
+
+@pytest.mark.parametrize(
+    "given", ["bf16", {"param_dtype": "bf16", "reduce_dtype": torch.float32, "output_dtype": "fp32"}]
+)
+def test_precisions(given):
+    found = FullyShardedDataParallelPlugin(mixed_precision_policy=given)
+    assert found.mixed_precision_policy.param_dtype is BF16
+    assert found.sharding().upcast
+    before = found.mixed_precision_policy
+    found.set_mixed_precision("fp16")
+    assert found.mixed_precision_policy is before
+    found.set_mixed_precision("fp16", override=True)
+    assert found.mixed_precision_policy == MixedPrecisionPolicy(torch.float16, torch.float16, torch.float16)
+    found.set_mixed_precision("no", override=True)
+    assert not found.sharding().upcast
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fsdp_version": 3}, "allowed are 1 and 2"),
+        ({"fsdp_version": 2, "sharding_strategy": "FULL_SHARD"}, "setting of version 1"),
+        ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "not supported with FSDP2"),
+        ({"fsdp_version": 1, "reshard_after_forward": True}, "not supported with FSDP1"),
+        ({"reshard_after_forward": "perhaps"}, "allowed are true and false"),
+        ({"sharding_strategy": "SOME_SHARD"}, "FULL_SHARD.*NO_SHARD"),
+        ({"auto_wrap_policy": "by_name"}, "Invalid auto wrap policy: by_name"),
+        ({"auto_wrap_policy": 3}, "functions of a module"),
+        ({"min_num_params": "many"}, "`min_num_params` must be an integer"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "SHARDED_STATE_DICT` or `FULL_STATE_DICT"),
+        ({"mixed_precision_policy": {"param_dtype": "bf16"}}, "Invalid mixed precision policy"),
+        ({"mixed_precision_policy": "fp7"}, "Invalid mixed precision policy"),
+        ({"activation_checkpointing_offload": True}, "requires `activation_checkpointing=True`"),
+        (
+            {"activation_checkpointing_offload": True, "activation_checkpointing": True, "fsdp_version": 1},
+            "only supported with `fsdp_version=2`",
+        ),
+        ({"activation_checkpointing": 0}, "at least 1"),
+    ],
+)
+def test_what_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        FullyShardedDataParallelPlugin(**fields)
+
+
+@pytest.mark.parametrize("name", ["cpu_ram_efficient_loading", "param_init_fn"])
+def test_what_is_not_built_says_so(name):
+    with pytest.raises(NotImplementedError, match=name):
+        FullyShardedDataParallelPlugin(**{name: True})
+
+
+# ---- with an Accelerator ----
+
+
+class Text(torch.utils.data.Dataset[Tensor]):
+    def __init__(self) -> None:
+        self.tokens = torch.randint(10, (SAMPLES, 5), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+def language(tied: bool = False) -> Language:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Language(2, tied, width=8)
+
+
+def loss_of(model: nn.Module, batch: Tensor, reduction: str = "mean") -> Tensor:
+    logits = model(batch)[:, :-1].reshape(-1, 10)
+    return functional.cross_entropy(logits, batch[:, 1:].reshape(-1), reduction=reduction)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # small gradients must not be blown up
+
+
+def train(
+    tied: bool = False,
+    precision: str = "no",
+    steps: int = 1,
+    scale: str = "num_steps",
+    apart: str = "together",
+    **fields: Any,
+) -> tuple[list[Tensor], list[float]]:
+    """The parameters and the losses of an epoch with sharded parameters."""
+    config = fields.pop("parallelism_config", None)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        fsdp_plugin=plugin(**fields),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps, scale=scale),
+        parallelism_config=config,
+    )
+    model = language(tied)
+    optimizer = adamw(model)
+    loader = accelerator.prepare(DataLoader(Text(), BATCH))
+    if apart == "together":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif apart == "turned":
+        optimizer, model = accelerator.prepare(optimizer, model)
+    elif apart == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            if scale == "weight":
+                loss = loss_of(model, batch, "sum")
+                accelerator.backward(loss, weight=batch[:, 1:].numel())
+            else:
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    if tied:
+        assert model.head.weight is model.embedding.weight
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    return [each.full_tensor().detach() for each in model.parameters()], losses
+
+
+def plain(ranks: int, tied: bool = False, steps: int = 1) -> tuple[list[Tensor], list[float]]:
+    model = language(tied)
+    optimizer = adamw(model)
+    losses = []
+    for index, batch in enumerate(DataLoader(Text(), BATCH * ranks)):
+        loss = loss_of(model, batch)
+        (loss / steps).backward()
+        losses.append(loss.item())
+        if (index + 1) % steps == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach() for each in model.parameters()], losses
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_training_is_that_of_one_process(ranks, tied, steps):
+    parameters, losses = plain(ranks, tied, steps)
+    for found, own in run_ranks(train, ranks, tied, steps=steps):
+        assert own == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", ["turned", "model first", "optimizer first"])
+def test_model_and_optimizer_are_prepared_in_any_order(apart):
+    parameters, losses = plain(2)
+    for found, own in run_ranks(train, 2, apart=apart):
+        assert own == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sharding_strategy": "SHARD_GRAD_OP"}, {"cpu_offload": True}, {"forward_prefetch": 1}]
+)
+def test_settings_change_no_result(fields):
+    parameters, losses = plain(2, True)
+    for found, own in run_ranks(train, 2, True, **fields):
+        assert own == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing_offload": True}, {"activation_checkpointing": 2}])
+def test_layers_that_run_again_change_no_result(tied, fields):
+    parameters, losses = plain(2, tied)
+    for found, own in run_ranks(train, 2, tied, **{"activation_checkpointing": True, **fields}):
+        assert own == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+def names_with_checkpointing() -> tuple[list[str], list[str], list[str], str]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(activation_checkpointing=True))
+    model = accelerator.prepare(language())
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    state = list(accelerator.get_state_dict(model))
+    return [name for name, _ in model.named_parameters()], state, units, str(accelerator.explain(model))
+
+
+def test_names_and_units_stay_what_they_are():
+    for rank, (parameters, state, units, plan) in enumerate(run_ranks(names_with_checkpointing, 2)):
+        assert parameters == [name for name, _ in language().named_parameters()]
+        assert state == ([] if rank else list(language().state_dict()))
+        assert units == ["", "embedding", "layers.0", "layers.1", "norm", "head"]
+        assert "activation checkpointing" in plan
+
+
+def test_copies_of_shards():
+    parameters, losses = plain(4)
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    for found, own in run_ranks(train, 4, parallelism_config=config):
+        assert own == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_losses():
+    parameters, _ = plain(2, steps=2)
+    for found, _ in run_ranks(train, 2, steps=2, scale="weight"):
+        torch.testing.assert_close(found, parameters, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_bf16_the_losses_are_close(tied):
+    _, losses = plain(2, tied)
+    for found, own in run_ranks(train, 2, tied, precision="bf16"):
+        assert own == pytest.approx(losses, rel=2e-2)
+        assert {each.dtype for each in found} == {torch.float32}
+
+
+def looks() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    model = accelerator.prepare(language(tied=True))
+    whole = accelerator.get_state_dict(model)
+    with pytest.raises(NotImplementedError, match="save_state") as caught:
+        accelerator.save_state("nowhere")
+    return {
+        "type": accelerator.distributed_type == DistributedType.FSDP,
+        "fsdp2": accelerator.is_fsdp2,
+        "again": accelerator.prepare(model) is model,
+        "unwrapped": accelerator.unwrap_model(model) is model,
+        "plan": str(accelerator.explain(model)),
+        "whole": {name: tuple(value.shape) for name, value in whole.items()},
+        "refused": str(caught.value),
+        "plugin": accelerator.state.fsdp_plugin.fsdp_version,
+    }
+
+
+def test_what_an_accelerator_says():
+    first, second = run_ranks(looks, 2)
+    for found in (first, second):
+        assert found["type"]
+        assert found["fsdp2"]
+        assert found["again"]
+        assert found["unwrapped"]
+        assert found["plugin"] == 2
+    assert "shard on 2 ranks, cpu" in first["plan"]
+    assert "dp_shard=2" in first["plan"]
+    assert "embedding + norm + head: 3 parameters (they share a parameter)" in first["plan"]
+    shapes = {name: tuple(value.shape) for name, value in language(tied=True).state_dict().items()}
+    assert first["whole"] == shapes
+    assert second["whole"] == {}
+
+
+def sharded_by_the_user() -> tuple[bool, bool, bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    model: Any = fully_shard(language(), mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
+    before = list(model.parameters())
+    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    held = optimizer.param_groups[0]["params"]
+    return prepared is model, isinstance(prepared, FSDPModule), all(map(lambda a, b: a is b, held, before))
+
+
+def test_a_model_that_is_sharded_already_is_left_alone():
+    assert run_ranks(sharded_by_the_user, 2) == [(True, True, True)] * 2
+
+
+def from_the_environment() -> tuple[bool, list[str]]:
+    import os
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block", "FSDP_VERSION": "2"}
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(language())
+        units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        return accelerator.is_fsdp2, units
+    finally:
+        for name in ("ACCELERATE_USE_FSDP", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_VERSION"):
+            del os.environ[name]
+
+
+def test_sharding_from_the_environment():
+    expected = (True, ["", "embedding", "layers.0", "layers.1", "norm", "head"])
+    assert run_ranks(from_the_environment, 2) == [expected] * 2
+
+
+def test_one_process_has_nothing_to_divide():
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    model = language()
+    assert accelerator.prepare(model) is model
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+    assert not accelerator.is_fsdp2
+
+
+def test_fp16_is_not_built():
+    with pytest.raises(NotImplementedError, match="fp16"):
+        Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin())
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(TypeError, match="FullyShardedDataParallelPlugin is needed"):
+        Accelerator(cpu=True, fsdp_plugin={"fsdp_version": 2})
+
+
+def test_shards_need_a_plugin():
+    with pytest.raises(NotImplementedError, match="with a FullyShardedDataParallelPlugin"):
+        Accelerator(cpu=True, parallelism_config=ParallelismSizes(dp_shard_size=2))
