@@ -42,7 +42,8 @@ def test_arguments_have_the_order_of_the_reference_and_ours_are_by_name_only():
         "project_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers", "dynamo_backend",
         "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
     ]  # fmt: skip
-    assert [name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY] == ["world", "ranks"]
+    own = [name for name, value in parameters.items() if value.kind is value.KEYWORD_ONLY]
+    assert own == ["world", "ranks", "scheduler_unit"]
 
 
 def test_what_an_accelerator_says_of_itself():
@@ -316,7 +317,6 @@ def test_explaining():
 def test_methods_of_features_that_are_not_built_say_so():
     accelerator = Accelerator()
     for call, area in (
-        (lambda: accelerator.join_uneven_inputs([]), "training semantics"),
         (lambda: accelerator.profile(), "observability"),
         (lambda: accelerator.lomo_backward(torch.ones(()), 0.1), "engines"),
     ):

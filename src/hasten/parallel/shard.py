@@ -161,7 +161,10 @@ class Shard:
         """The whole model's tensors on the CPU, on rank 0; nothing on the others. All ranks must call it."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        for first, *others in ties(model):
+            whole |= {other: whole[first] for other in others if first in whole}
+        return whole
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -192,6 +195,14 @@ def _exchanging(model: FSDPModule, value: bool) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def ties(model: nn.Module) -> list[list[str]]:
+    """Groups of names that stand for one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def upcast(model: nn.Module) -> list[str]:
