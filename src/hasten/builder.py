@@ -195,19 +195,6 @@ def choose_sharding(plugin: Any) -> Any:
     return FullyShardedDataParallelPlugin() if plugin is None else plugin
 
 
-def check_sharding(plugin: Any, precision: str) -> None:
-    """Refuse what sharding can not do yet.
-
-    Raises:
-        NotImplementedError: fp16.
-    """
-    if plugin is not None and precision == "fp16":
-        raise NotImplementedError(
-            "FSDP with mixed_precision='fp16' is not built yet (area: FSDP2): the loss scale must agree over all shards. Use "
-            "'bf16'."
-        )
-
-
 def open_shard(plugin: Any, config: Any, state: AcceleratorState) -> Shard | None:
     """The engine that shards, or None where models are replicated: without a plugin, without ranks to share with."""
     world = state.world
@@ -301,7 +288,6 @@ def open_session(
     known = {} if own_world is not None else AcceleratorState._shared_state
     precision = known.get("_mixed_precision") or read_precision(mixed_precision)
     check_outputs(handlers["autocast_handler"], precision)
-    check_sharding(plugin, precision)
     state = AcceleratorState(
         mixed_precision=mixed_precision,
         cpu=cpu,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from hasten import Accelerator, DistributedType
+from hasten import Accelerator, DistributedType, GradScalerKwargs
 from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.parallelism import ParallelismSizes
@@ -225,6 +225,7 @@ def train(
         fsdp_plugin=plugin(**fields),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps, scale=scale),
         parallelism_config=config,
+        kwargs_handlers=[GradScalerKwargs(init_scale=128.0)],  # with the default scale fp16 would skip the first steps
     )
     model = language(tied)
     optimizer = adamw(model)
@@ -342,9 +343,10 @@ def test_weights_of_losses():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_in_bf16_the_losses_are_close(tied):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_small_formats_the_losses_are_close(tied, precision):
     _, losses = plain(2, tied)
-    for found, own in run_ranks(train, 2, tied, precision="bf16"):
+    for found, own in run_ranks(train, 2, tied, precision=precision):
         assert own == pytest.approx(losses, rel=2e-2)
         assert {each.dtype for each in found} == {torch.float32}
 
@@ -425,10 +427,31 @@ def test_one_process_has_nothing_to_divide():
     assert not accelerator.is_fsdp2
 
 
-def test_fp16_is_not_built():
-    with pytest.raises(NotImplementedError, match="fp16"):
-        Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin())
-    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+def an_overflow(rank: int) -> tuple[bool, bool, float, float]:
+    """An update in which the gradients of one rank's shards are infinite, then one in which none are."""
+    scaling = GradScalerKwargs(init_scale=1024.0)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin(), kwargs_handlers=[scaling])
+    model = language()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found: list[bool] = []
+    scales: list[float] = []
+    for bad in (True, False):
+        accelerator.backward(loss_of(model, Text().tokens[:4]))
+        if bad and accelerator.process_index == rank:
+            model.layers[0].up.weight.grad.to_local().fill_(float("inf"))
+        before = [each.to_local().clone() for each in model.parameters()]
+        optimizer.step()
+        assert accelerator.optimizer_step_was_skipped is bad
+        now = [each.to_local() for each in model.parameters()]
+        found.append(all(torch.equal(one, other) for one, other in zip(before, now, strict=True)))
+        optimizer.zero_grad()
+        scales.append(accelerator.scaler.get_scale())
+    return found[0], found[1], scales[0], scales[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_shards_skip_an_overflow(rank):
+    assert run_ranks(an_overflow, 2, rank) == [(True, False, 512.0, 512.0)] * 2
 
 
 def test_other_objects_are_refused():
