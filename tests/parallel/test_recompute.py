@@ -1,4 +1,6 @@
 import copy
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +166,16 @@ def test_without_gradients_nothing_is_kept():
         output = model(inputs())
     assert not output.requires_grad
     assert calls == [0]
+
+
+def test_a_cache_is_given_up(caplog):
+    model: Any = Language()
+    model.config = SimpleNamespace(use_cache=True)
+    with caplog.at_level(logging.WARNING, "hasten"):
+        recompute().apply(model)
+        recompute().apply(model)
+    assert model.config.use_cache is False
+    assert [record.getMessage()[:44] for record in caplog.records] == ["Language.config.use_cache is set to False: l"]
 
 
 def test_without_layers_it_is_refused():

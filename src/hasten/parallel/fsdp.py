@@ -299,7 +299,7 @@ class FullyShardedDataParallelPlugin:
 
     def _become_version_2(self) -> None:
         self.fsdp_version = 2
-        if CONTEXT.first_time("FSDP version 1 is translated"):
+        if (CONTEXT.world is None or CONTEXT.world.is_main) and CONTEXT.first_time("FSDP version 1 is translated"):
             _logger.warning(
                 "Settings of FSDP version 1 are translated to version 2: whole parameters are %s after the forward pass, and "
                 "divided over %s. Use FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=%s) to say the same.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hasten.parallel.units import Choose
+from hasten.world.context import CONTEXT
+
+_logger = logging.getLogger(__name__)
 
 
 class Recomputed(nn.Module):
@@ -66,6 +70,9 @@ class Recompute:
     def apply(self, model: nn.Module) -> nn.Module:
         """Change the class of each chosen layer that is within no other.
 
+        A model whose configuration asks for a cache of keys and values (`use_cache`, as in transformers) is told not to keep
+        one: what the forward pass has put into it would be found there when a layer runs again.
+
         Raises:
             ValueError: no layer is chosen.
         """
@@ -76,6 +83,7 @@ class Recompute:
                 "`transformer_cls_names_to_wrap` or `auto_wrap_policy`. A model that is one unit would keep its input and compute "
                 "everything twice."
             )
+        _forgo_cache(model)
         for layer in layers[:: self.every]:
             if not isinstance(layer, Recomputed):
                 layer.__class__ = _class_of(type(layer))
@@ -112,6 +120,18 @@ def outermost(model: nn.Module, choose: Choose | None) -> list[nn.Module]:
 
     visit(model)
     return list(found.values())
+
+
+def _forgo_cache(model: nn.Module) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False  # type: ignore[union-attr]
+            if (CONTEXT.world is None or CONTEXT.world.is_main) and CONTEXT.first_time("a cache is given up"):
+                _logger.warning(
+                    "%s.config.use_cache is set to False: layers that run again in the backward pass can not keep a cache.",
+                    type(module).__name__,
+                )
 
 
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
