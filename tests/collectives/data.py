@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hasten.collectives.verify import DistributedOperationException
 from hasten.world import process
+from hasten.world.agreement import DistributedOperationException
 from hasten.world.process import World
 
 
@@ -67,7 +67,14 @@ def assert_same(one: Any, other: Any) -> None:
 class Counted:
     """Counts the collectives of torch.distributed, and the bytes that each sends, while it is entered."""
 
-    NAMES = ("all_gather_single", "all_gather_into_tensor", "all_reduce", "broadcast", "all_gather", "barrier")
+    NAMES = (
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "broadcast",
+        "all_gather",
+        "all_to_all_single",
+    )
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -86,7 +93,7 @@ class Counted:
     def _counting(self, name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
-            sent = args[1] if name.startswith("all_gather") else args[0]
+            sent = args[0] if name in ("all_reduce", "broadcast") else args[1]
             self.bytes.append(sent.numel() * sent.element_size())
             return original(*args, **kwargs)
 

@@ -149,5 +149,6 @@ def test_no_error_is_swallowed_and_it_is_the_same_everywhere():
     assert "  rank 0: [\"'a'\"]\n  rank 1: [\"'b'\"]\n" in first[0]
     assert "  rank 0: list\n  rank 1: [\"'a'\"]\n" in first[1]
     assert "pad_across_processes" in first[2]
-    assert "  rank 0: gather_for_metrics(of='objects')\n  rank 1: gather_for_metrics(of='tensors')\n" in first[3]
+    assert "  rank 0: gather_for_metrics(of='objects') at test_metrics.py:" in first[3]
+    assert "  rank 1: gather_for_metrics(of='tensors') at test_metrics.py:" in first[3]
     assert "remainder" in first[4]

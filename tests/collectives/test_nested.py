@@ -3,6 +3,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,10 +141,20 @@ def test_other_types_stay_or_raise():
         "b": None,
         "c": {1, 2},
     }
-    with pytest.raises(
-        TypeError, match=r"Unsupported types \(<class 'str'>\) passed to `neg`. Only nested list/tuple/dicts"
-    ):
-        nested.recursively_apply(torch.neg, {"a": "text"}, error_on_other_type=True)
+    with pytest.raises(TypeError) as caught:
+        nested.recursively_apply(
+            torch.neg, {"a": "text"}, test_type=nested.is_tensor_information, error_on_other_type=True
+        )
+    assert str(caught.value) == (
+        "Unsupported types (<class 'str'>) passed to `neg`. Only nested list/tuple/dicts of objects that are valid for "
+        "`is_tensor_information` should be passed."
+    )
+
+
+def test_tensors_of_intel_gpus():
+    assert not nested.is_torch_xpu_tensor(torch.ones(1))
+    assert not nested.is_torch_xpu_tensor("text")
+    assert nested.is_torch_xpu_tensor(mock.Mock(spec=torch.Tensor, device=torch.device("xpu")))
 
 
 def test_honor_type():

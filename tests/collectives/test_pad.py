@@ -1,10 +1,11 @@
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from hasten.collectives.gather import gather
-from hasten.collectives.pad import CannotPadNestedTensorWarning, pad_across_processes
+from hasten.collectives.pad import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
 from tests.collectives.data import Counted, Record, message, start, tree
 from tests.ranks import run_ranks
 
@@ -53,8 +54,8 @@ def test_padding_is_at_the_end_or_beginning_and_keeps_the_dtype():
 
 
 def untouched() -> list[bool]:
-    rank = start().rank
-    x, scalar, vector = torch.ones(2, 3), torch.tensor(1.0), torch.ones(1 + rank)
+    start()
+    x, scalar, vector = torch.ones(2, 3), torch.tensor(1.0), torch.ones(2)
     padded = pad_across_processes([x, scalar, vector], dim=1)
     return [
         pad_across_processes(x) is x,
@@ -142,3 +143,57 @@ def test_disagreement_raises_the_same_error_everywhere():
     assert "[1]: nothing on rank 0; float32 1-dimensional on rank 1" in first[3]
     assert first[4].startswith("pad_index=-100 cannot be held by a tensor of torch.uint8")
     assert first[5].startswith("pad_index=0.5 cannot be held by a tensor of torch.uint8")
+
+
+# ---- a dimension that a tensor does not have ----
+
+
+def pad_missing_dimension() -> list[Any]:
+    rank = start().rank
+    found: list[Any] = []
+    same = {"x": torch.zeros(2), "y": torch.zeros(()), "z": torch.ones(2, 1 + rank)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        padded = pad_across_processes(same, dim=1)
+    assert padded["x"] is same["x"]
+    assert padded["y"] is same["y"]
+    found.append(padded["z"].shape)
+    differing = {"x": torch.zeros(2 + rank), "z": torch.ones(2, 1 + rank)}
+    with pytest.warns(UserWarning, match="leaves") as caught:
+        padded = pad_across_processes(differing, dim=1)
+    assert padded["x"] is differing["x"]
+    found += [padded["z"].shape, str(caught[0].message)]
+    return found
+
+
+def test_tensors_without_the_dimension_are_left_and_told_if_they_differ():
+    text = (
+        "`pad_across_processes(dim=1)` leaves ['x'] as it is: it has 1 dimension, and its shapes differ between the processes: "
+        "[2] on rank 0; [3] on rank 1. Pad it along a dimension that it has."
+    )
+    assert run_ranks(pad_missing_dimension, 2) == [[(2, 2), (2, 2), text]] * 2
+
+
+# ---- batches that are to be divided ----
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "expected"), [(5, 2, 6), (5, 4, 8), (5, 3, 6), (6, 4, 8), (1, 4, 4), (4, 2, 4)]
+)
+def test_batches_get_the_next_length_that_can_be_divided(length: int, parts: int, expected: int):
+    batch = {"a": torch.arange(1, length + 1), "b": [torch.ones(length, 2, dtype=torch.bool)]}
+    padded = pad_input_tensors(batch, length, parts)
+    assert padded["a"].tolist() == [*range(1, length + 1), *[0] * (expected - length)]
+    assert padded["b"][0].dtype is torch.bool
+    assert padded["b"][0].sum(0).tolist() == [length, length]
+    assert padded["b"][0].shape == (expected, 2)
+
+
+def test_batches_can_be_padded_along_any_dimension():
+    assert pad_input_tensors(torch.ones(2, 5), 5, 3, dim=1).tolist() == [[1] * 5 + [0]] * 2
+    assert pad_input_tensors(torch.ones(2, 5), 5, 3, dim=-1).shape == (2, 6)
+    for given in (torch.ones(6), torch.tensor(1)):
+        with pytest.raises(ValueError, match="all tensors of the batch must be 2 long along that dimension"):
+            pad_input_tensors(given, 2, 4)
+    with pytest.raises(TypeError, match="Unsupported types"):
+        pad_input_tensors(["text"], 2, 4)

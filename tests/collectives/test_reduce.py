@@ -173,7 +173,15 @@ def test_number_of_collectives():
     assert len(check) == 1
     assert (
         run_ranks(count_collectives, 2)
-        == [[check, [*check, "all_reduce"], [*check, "all_reduce"], [*check, *["all_reduce"] * 3]]] * 2
+        == [
+            [
+                check,
+                [*check, "all_reduce"],
+                [*check, "all_to_all_single"],
+                [*check, "all_reduce", "all_reduce", "all_to_all_single"],
+            ]
+        ]
+        * 2
     )
 
 
@@ -218,3 +226,39 @@ def test_what_has_no_mean_or_order_is_refused_with_the_fix():
     assert "tensor.float()" in first[0]
     assert "torch.bool" in first[1]
     assert "complex numbers have no order" in first[2]
+
+
+# ---- large tensors ----
+
+
+def reduce_large(size: int) -> None:
+    rank = start().rank
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.bool,
+        torch.int16,
+        torch.int64,
+        torch.complex64,
+    ):
+        wide = {torch.bool: torch.int64, torch.float8_e4m3fn: torch.float32}.get(dtype, dtype)
+        everyone = [torch.arange(2**20).remainder(5).add(each).view(1024, -1).t().to(dtype) for each in range(size)]
+        stacked = torch.stack(everyone).to(wide)
+        expected = {"sum": stacked.sum(0)}
+        if not dtype.is_complex:
+            expected |= {"max": stacked.amax(0), "min": stacked.amin(0)}
+        if dtype.is_floating_point or dtype.is_complex:
+            expected["mean"] = (stacked.float() if dtype is torch.bfloat16 else stacked).sum(0) / size
+        for reduction, values in expected.items():
+            given = everyone[rank].clone()
+            result = reduce([given], reduction)[0]
+            assert result.dtype is dtype
+            exact = dtype not in (torch.bfloat16, torch.float8_e4m3fn)
+            torch.testing.assert_close(result.to(wide), values.to(dtype).to(wide), rtol=0 if exact else 0.02, atol=0)
+            assert torch.equal(given.to(wide), everyone[rank].to(wide))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_tensors_of_every_kind(size: int):
+    run_ranks(reduce_large, size, size)

@@ -1,149 +1,87 @@
-import pytest
+from typing import Any
 
-from hasten.collectives.verify import (
-    DistributedOperationException,
-    Statement,
-    call_site,
-    disagreement,
-    failure,
-    key_text,
-)
-from tests.collectives.data import message, start
+import pytest
+import torch
+
+from hasten.collectives.gather import gather
+from hasten.collectives.verify import TORCH_DISTRIBUTED_OPERATION_TYPES, chained_operation, verify_operation
+from hasten.settings.enums import DistributedType
+from hasten.world.agreement import DistributedOperationException
+from tests.collectives.data import Counted, message, start
 from tests.ranks import run_ranks
 
-LEAF = ("['x']", "float32", "[2]")
+
+@verify_operation
+def own(tensor: Any, more: int = 0) -> Any:
+    """An operation."""
+    return tensor, more
 
 
-def test_statements_travel_as_text():
-    statement = Statement("reduce", {"reduction": "mean"}, (LEAF,), site="train.py:3")
-    assert Statement.parse(statement.text) == statement
-    assert Statement.parse(statement.text).digest == statement.digest
-    assert len(statement.digest) == 16
+@chained_operation
+def outer(tensor: Any) -> Any:
+    """Another operation."""
+    return gather(tensor)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        Statement("reduce", {}, (LEAF,)),
-        Statement("gather", {"a": 1}, (LEAF,)),
-        Statement("gather", {}, (("['x']", "float32", "[3]"),)),
-        Statement("gather", {}, (LEAF,), site="a.py:1"),
-        Statement("gather", {}, error="ValueError: x"),
-    ],
-)
-def test_whatever_differs_changes_the_digest(other: Statement):
-    assert other.digest != Statement("gather", {}, (LEAF,)).digest
+def test_alone_the_function_is_called_as_it_is():
+    assert (own.__name__, own.__doc__) == ("own", "An operation.")
+    assert own(1, more=2) == (1, 2)
+    assert own(tensor="text") == ("text", 0)
+    assert outer.__name__ == "outer"
+    assert outer("text") == "text"
 
 
-def test_addresses_do_not_count():
-    assert key_text(object()) == key_text(object())
-    one, other = (failure("gather", TypeError(f"{object()!r}"), None) for _ in range(2))
-    assert one.digest == other.digest
+def test_labels_of_worlds_with_others_in_them():
+    assert len(TORCH_DISTRIBUTED_OPERATION_TYPES) == 13
+    assert "NO" not in TORCH_DISTRIBUTED_OPERATION_TYPES
+    assert DistributedType.MULTI_CPU.value in TORCH_DISTRIBUTED_OPERATION_TYPES
 
 
-def test_call_site_is_the_callers_line():
-    site = call_site()
-    assert site.startswith("test_verify.py:")
-
-
-def test_ranks_are_grouped():
-    statements = [Statement("gather", {}, (("x", "int64", f"[{rank in (3, 5)}]"),)) for rank in range(7)]
-    assert "  x: int64 [False] on ranks 0-2, 4, 6; int64 [True] on ranks 3, 5\n" in str(disagreement(statements))
-
-
-def test_many_differences_are_shortened():
-    statements = [
-        Statement("gather", {}, tuple((f"[{i}]", "int64", f"[{rank}]") for i in range(20))) for rank in range(2)
-    ]
-    text = str(disagreement(statements))
-    assert "[7]: int64 [0] on rank 0; int64 [1] on rank 1\n  and 12 more\n" in text
-    assert "[8]:" not in text
-
-
-def test_differences_beyond_what_is_sent_are_still_found():
-    statements = [
-        Statement("gather", {}, tuple((f"{i}", "int64", f"[{i == 9000 + rank}]") for i in range(10_000)))
-        for rank in (0, 1)
-    ]
-    sent = [Statement.parse(statement.text) for statement in statements]
-    assert statements[0].digest != statements[1].digest
-    assert "differ after their first 5000 tensors" in str(disagreement(sent))
-
-
-# ---- on ranks ----
-
-
-def other_operations() -> list[str]:
-    import torch
-
-    from hasten.collectives.broadcast import broadcast
-    from hasten.collectives.gather import gather
-    from hasten.collectives.objects import broadcast_object_list, gather_object
-    from hasten.collectives.pad import pad_across_processes
-    from hasten.collectives.reduce import reduce
-
+def verify() -> list[Any]:
     rank = start().rank
-    x, large = torch.zeros(2), torch.zeros(2**19)
-    calls = [
-        lambda: gather(x),
-        lambda: gather(large),
-        lambda: reduce(x),
-        lambda: reduce(large),
-        lambda: broadcast(x),
-        lambda: broadcast(large),
-        lambda: pad_across_processes(x),
-        lambda: gather_object(["x" * 100_000]),
-        lambda: broadcast_object_list(["x" * 100_000]),
-    ]
-    names = ["gather", "reduce", "broadcast", "pad_across_processes", "gather_object", "broadcast_object_list"]
-    found = []
-    for index, call in enumerate(calls):
-        text = message(call if rank == 0 else calls[(index + 2) % len(calls)])
-        assert text.startswith("The 2 processes did not call the same operation:\n  rank 0: ")
-        assert sum(f": {name}(" in text for name in names) == 2
-        found.append(text)
-    assert gather_object([rank]) == [0, 1]
-    return found
+    with Counted() as counted:
+        result = own({"x": torch.ones(2 + rank), "y": "text" * rank}, 3)[1]
+    return [counted.calls, result]
 
 
-def test_different_operations_raise_the_same_error_everywhere():
-    first, second = run_ranks(other_operations, 2)
-    assert first == second
+def test_nothing_is_checked_outside_of_debug_mode():
+    assert run_ranks(verify, 2) == [[[], 3]] * 2
 
 
-def from_two_places() -> list[str]:
-    import torch
-
-    from hasten.collectives.objects import gather_object
-    from hasten.collectives.reduce import reduce
-
+def verify_in_debug_mode() -> list[Any]:
     rank = start().rank
-    found = []
-    for _ in range(2):
-        assert reduce(torch.ones(1), "sum").item() == 2  # from one place: fine
+    with Counted() as counted:
+        assert own({"x": torch.ones(2), "y": "text" * rank}, 3)[1] == 3
+        assert own(tensor=[torch.ones(2)])[1] == 0
+    found = [message(lambda: own({"x": torch.ones(2 + rank), "y": "text"})), message(lambda: own([torch.ones(rank)]))]
     try:
-        if rank == 0:
-            reduce(torch.ones(1))
-        else:
-            reduce(torch.ones(1))
-        found.append("")
+        own(torch.ones(2)) if rank == 0 else gather(torch.ones(2))
     except DistributedOperationException as error:
         found.append(str(error))
-    try:
-        if rank == 0:
-            gather_object([])
-        else:
-            gather_object([])
-        found.append("")
-    except DistributedOperationException as error:
-        found.append(str(error))
-    return found
+    return [len(counted.calls), *found]
 
 
-def test_debug_mode_compares_call_sites():
-    assert run_ranks(from_two_places, 2) == [["", ""]] * 2
-    first, second = run_ranks(from_two_places, 2, env={"ACCELERATE_DEBUG_MODE": "true"})
+def test_debug_mode_compares_shapes_before_the_function_runs():
+    first, second = run_ranks(verify_in_debug_mode, 2, env={"ACCELERATE_DEBUG_MODE": "1"})
     assert first == second
-    for text in first:
-        assert "from different places (checked in debug mode only)" in text
-        assert text.count("test_verify.py:") == 2
+    assert first[0] == 2
+    assert first[1].startswith(f"`{__name__}.own` needs the same structure, dtypes and shapes on all 2 processes")
+    assert "\n  ['x']: float32 [2] on rank 0; float32 [3] on rank 1\n  called at test_verify.py:" in first[1]
+    assert "[0]: float32 [0] on rank 0; float32 [1] on rank 1" in first[2]
+    assert f"rank 0: {__name__}.own() at test_verify.py:" in first[3]
+    assert "rank 1: gather() at test_verify.py:" in first[3]
+
+
+def chain() -> list[str]:
+    rank = start().rank
+    with pytest.raises(DistributedOperationException) as caught:
+        outer(torch.ones(1 + rank))
+    assert outer(torch.ones(1)).tolist() == [1, 1]
+    return [str(caught.value), str(caught.value.__cause__)]
+
+
+def test_a_chained_operation_names_itself():
+    (text, cause), other = run_ranks(chain, 2)
+    assert other == [text, cause]
+    assert text == f"Error found while calling `{__name__}.outer`: {cause}"
+    assert cause.startswith("`gather` needs the same structure")

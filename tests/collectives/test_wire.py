@@ -11,18 +11,11 @@ from hasten.collectives.gather import gather
 from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.collectives.pad import pad_across_processes
 from hasten.collectives.reduce import reduce
-from hasten.collectives.wire import HEADER_BYTES, Wire, frame_bytes, wire_of
+from hasten.collectives.wire import Wire, wire_of
 from hasten.world import process
 from tests.collectives.data import message, start, tree
 from tests.ranks import run_ranks
 from tests.simulated_device import install
-
-
-@pytest.mark.parametrize(("size", "frame"), [(2, 16384), (16, 16384), (17, 15408), (64, 4096), (512, 512), (9999, 512)])
-def test_frames_are_sized_by_the_number_of_processes_alone(size: int, frame: int):
-    assert frame_bytes(size) == frame
-    assert frame % 16 == 0
-    assert HEADER_BYTES % 16 == 0
 
 
 def test_a_process_alone_has_no_wire():
@@ -59,7 +52,7 @@ EXPECTED = [[0, 1], MIDDLE, MIDDLE, 3.0, 1.0, 1, 1.0, 3.0, "xx", ["1" * 9]]
 
 def on_a_staged_wire() -> list[Any]:
     world = start()
-    vars(world)["_wire"] = Wire(world, staged=True)
+    world.attached["frames"] = Wire(world, staged=True)
     result = everything(world.rank, world.size)
     assert message(lambda: gather(torch.zeros(1 + world.rank))).startswith("`gather` needs the same")
     return result
@@ -94,29 +87,6 @@ def test_tensors_of_an_accelerator_and_of_the_host_come_back_where_they_were():
         assert rest == EXPECTED
 
 
-def with_old_names() -> list[str]:
-    import torch.distributed as dist
-
-    world = start()
-    called = []
-    original = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-    def old(output: Any, tensor: Any, group: Any = None) -> Any:
-        called.append("all_gather_into_tensor")
-        return original(output, tensor, group=group)
-
-    dist.all_gather_into_tensor, wires._SINGLE, kept = old, False, (dist.all_gather_into_tensor, wires._SINGLE)
-    try:
-        assert gather(torch.tensor([world.rank])).tolist() == [0, 1]
-    finally:
-        dist.all_gather_into_tensor, wires._SINGLE = kept
-    return called
-
-
-def test_older_torch_is_asked_by_its_own_name():
-    assert run_ranks(with_old_names, 2) == [["all_gather_into_tensor"]] * 2
-
-
 def leaves_are_free() -> list[bool]:
     world = start()
     data = tree(world.rank)
@@ -135,24 +105,6 @@ def leaves_are_free() -> list[bool]:
 
 def test_nothing_is_kept_alive():
     assert run_ranks(leaves_are_free, 2) == [[True, True]] * 2
-
-
-def after_the_end() -> str:
-    import torch.distributed as dist
-
-    start()
-    gather(torch.zeros(1))
-    dist.destroy_process_group()
-    try:
-        gather(torch.zeros(1))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_after_the_end_the_error_says_so():
-    for rank, text in enumerate(run_ranks(after_the_end, 2)):
-        assert text.startswith(f"Rank {rank} of 2: the process group was ended")
 
 
 def refuse_dtensors() -> list[str]:

@@ -233,3 +233,10 @@ def test_copy_each():
     targets = [torch.zeros(2, 3).t(), torch.zeros(())]
     torch_private.copy_each(targets, [torch.ones(3, 2), torch.tensor(2.0)])
     assert [target.tolist() for target in targets] == [[[1.0, 1.0]] * 3, 2.0]
+
+
+def test_multiply_each():
+    tensors = [torch.ones(2), torch.full((), 3.0)]
+    torch_private.multiply_each(tensors, 2.0)
+    torch_private.multiply_each(tensors, torch.tensor(0.5, dtype=torch.float64))
+    assert [tensor.tolist() for tensor in tensors] == [[1.0, 1.0], 3.0]

@@ -80,7 +80,7 @@ class _Beside:
         views = parcels.layout.views(packed)
         if sends:
             wire.pack("broadcast", views, together, self.away)
-        alone = wire.ready("broadcast", [leaves[index] for index in parcels.alone])
+        alone = wire.prepare("broadcast", lambda: [wire.ready(leaves[index]) for index in parcels.alone])
         wire.meet(self.statement)
         if together:
             wire.broadcast(packed, self.source)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hasten.collectives.nested import ONLY_TENSORS, children, dataclass_values, is_dataclass_instance, unsupported
-from hasten.collectives.verify import key_text
+from hasten.world.agreement import key_text
 
 _Tensor = torch.Tensor
 _ALIGNMENT = 16  # bytes: the largest element, complex128
@@ -73,7 +73,12 @@ def _collect(data: Any, leaves: list[torch.Tensor], trace: list[Any]) -> None:
 
 def paths(data: Any) -> list[str]:
     """How to reach each tensor of a nested structure, e.g. `['loss'][0]`, in the order of `flatten`."""
-    return [path or "the tensor" for path, item in _walk(data) if isinstance(item, _Tensor)]
+    return [path for path, _ in named_tensors(data)]
+
+
+def named_tensors(data: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a nested structure with their paths; what else is in it does not count."""
+    return [(path or "the tensor", item) for path, item in _walk(data) if isinstance(item, _Tensor)]
 
 
 def _walk(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

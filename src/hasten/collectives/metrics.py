@@ -9,10 +9,17 @@ from typing import Any, Protocol
 import torch
 
 from hasten.collectives.gather import gather_as
-from hasten.collectives.nested import children, concatenate, honor_mapping, recursively_apply
+from hasten.collectives.nested import (
+    children,
+    concatenate,
+    find_device,
+    honor_mapping,
+    recursively_apply,
+    send_to_device,
+)
 from hasten.collectives.objects import gather_each, items_of
-from hasten.collectives.verify import DistributedOperationException, key_text
-from hasten.collectives.wire import wire_of
+from hasten.collectives.wire import Wire, wire_of
+from hasten.world.agreement import DistributedOperationException, key_text
 from hasten.world.process import World
 
 _NAME = "gather_for_metrics"
@@ -51,9 +58,9 @@ def gather_for_metrics(
     if wire is None:
         return input_data
     tensors = not use_gather_object and _is_of_tensors(input_data)
-    if tensors and loader is not None and loader.end_of_dataloader and getattr(loader, "has_uneven_end", False):
-        return concatenate(gather_each(input_data, _NAME, wire, of="tensors of different lengths"))
-    if tensors:
+    if tensors and loader is not None and getattr(loader, "has_uneven_rows", False):
+        joined = _gather_uneven(input_data, wire, loader.end_of_dataloader)
+    elif tensors:
         joined = gather_as(_NAME, input_data, wire, of="tensors")
     else:
         joined = _join(gather_each(input_data, _NAME, wire, of="objects"))
@@ -72,6 +79,13 @@ def gather_for_metrics(
         return joined
     remainder = loader.remainder
     return _select(joined, tensors, lambda rows: slice(remainder))
+
+
+def _gather_uneven(data: Any, wire: Wire, is_last: bool) -> Any:
+    """Tensors whose first dimension is another one on each process, in rank order."""
+    of = "tensors of the last batch" if is_last else "tensors of different lengths"
+    parts = gather_each(send_to_device(data, "cpu"), _NAME, wire, of=of)  # a device of another process is not here
+    return send_to_device(concatenate(parts), find_device(data))
 
 
 def _is_of_tensors(data: Any) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "is_namedtuple",
     "is_tensor_information",
     "is_torch_tensor",
+    "is_torch_xpu_tensor",
     "listify",
     "recursively_apply",
     "send_to_device",
@@ -49,6 +50,11 @@ class TensorInformation:
 def is_torch_tensor(tensor: Any) -> bool:
     """Whether `tensor` is a `torch.Tensor`."""
     return isinstance(tensor, _Tensor)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether `tensor` is a tensor on an Intel GPU."""
+    return isinstance(tensor, _Tensor) and tensor.device.type == "xpu"
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
@@ -160,9 +166,8 @@ def recursively_apply(
         if is_dataclass_instance(node):
             return honor_dataclass(node, {name: walk(value) for name, value in dataclass_values(node).items()})
         if error_on_other_type:
-            raise unsupported(
-                getattr(func, "__name__", repr(func)), node, getattr(test_type, "__name__", repr(test_type))
-            )
+            test_name = getattr(test_type, "__name__", repr(test_type))
+            raise unsupported(getattr(func, "__name__", repr(func)), node, test_name=test_name)
         return node
 
     return walk(data)

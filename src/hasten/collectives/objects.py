@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from hasten.collectives.verify import Statement, call_site
 from hasten.collectives.wire import Wire, wire_of
+from hasten.world.agreement import Statement
+from hasten.world.arrivals import call_site
 from hasten.world.process import World
 
 

@@ -9,12 +9,18 @@ from typing import Any
 import torch
 
 from hasten.collectives.layout import flatten
-from hasten.collectives.nested import refill
-from hasten.collectives.verify import Statement
+from hasten.collectives.nested import recursively_apply, refill
 from hasten.collectives.wire import Form, Wire, wire_of
+from hasten.world.agreement import Statement, grouped
 from hasten.world.process import World
 
 _NESTED = "A nested tensor has no single length, so `pad_across_processes` leaves it as it is; pad its parts instead."
+
+
+_WITHOUT = (
+    "`pad_across_processes(dim={dim})` leaves {name} as it is: it has {count}, and its shapes differ between the processes: "
+    "{shapes}. Pad it along a dimension that it has."
+)
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -31,7 +37,8 @@ def pad_across_processes(
 
     Args:
         tensor: any nesting of containers around tensors.
-        dim: the dimension to pad, from the end if negative; a tensor without that dimension stays as it is.
+        dim: the dimension to pad, from the end if negative; a tensor without that dimension stays as it is, with a warning if
+            it then still differs between the processes.
         pad_index: the value to pad with; it must be one that the tensors' dtype can hold.
         pad_first: pad at the beginning.
         world: the processes that pad together; by default all.
@@ -70,14 +77,18 @@ class _Lengths:
         dtypes = [str(leaf.dtype).removeprefix("torch.") for leaf in form.leaves]
         told = sorted(zip(form.names, dtypes, ranks, strict=True))
         self.statement = Statement(form.operation, form.arguments, tuple(told), site=form.site)
-        # In an order that all processes share, whatever that of their dictionaries; only tensors that have the dimension.
-        able = [
+        # In an order that all processes share, whatever that of their dictionaries.
+        dense = [
             index
-            for index, leaf in enumerate(form.leaves)
-            if not leaf.is_nested and -leaf.dim() <= self.dim < leaf.dim()
+            for index in sorted(range(len(form.leaves)), key=form.names.__getitem__)
+            if not form.leaves[index].is_nested
         ]
-        self.able = sorted(able, key=lambda index: form.names[index])
-        self.lengths = struct.Struct(f"<{len(able)}q")
+        self.able = [index for index in dense if -form.leaves[index].dim() <= self.dim < form.leaves[index].dim()]
+        # Of tensors that do not have the dimension all are sent, to see whether it was needed.
+        self.unable = [
+            (form.names[index], index, form.leaves[index].dim()) for index in dense if index not in set(self.able)
+        ]
+        self.lengths = struct.Struct(f"<{len(self.able) + sum(dims for *_, dims in self.unable)}q")
         self.has_nested = any(leaf.is_nested for leaf in form.leaves)
 
     def exchange(self, leaves: list[torch.Tensor]) -> tuple[dict[int, int], list[int]]:
@@ -85,13 +96,29 @@ class _Lengths:
         if self.has_nested:
             warnings.warn(_NESTED, CannotPadNestedTensorWarning, stacklevel=3)
         dim = self.dim
-        own = self.lengths.pack(*[leaves[index].shape[dim] for index in self.able])
+        lengths = [leaves[index].shape[dim] for index in self.able]
+        for _, index, _ in self.unable:
+            lengths += leaves[index].shape
+        own = self.lengths.pack(*lengths)
         bodies = self.wire.talk(self.statement, own)
         if all(body == own for body in bodies):
             return {}, []
-        columns = list(zip(*map(self.lengths.unpack, bodies), strict=True))
+        everyone = [self.lengths.unpack(body) for body in bodies]
+        self._warn(everyone)
+        columns = list(zip(*everyone, strict=True))[: len(self.able)]
         uneven = [index for index, lengths in zip(self.able, columns, strict=True) if min(lengths) < max(lengths)]
         return dict(zip(self.able, map(max, columns), strict=True)), uneven
+
+    def _warn(self, everyone: list[tuple[int, ...]]) -> None:
+        """Say which tensors would have to be padded but do not have the dimension."""
+        start = len(self.able)
+        for name, _, dims in self.unable:
+            shapes = grouped([str(list(lengths[start : start + dims])) for lengths in everyone])
+            start += dims
+            if len(shapes) > 1:
+                count = f"{dims} dimension{'s' * (dims > 1)}"
+                told = "; ".join(f"{shape} on {ranks}" for shape, ranks in shapes)
+                warnings.warn(_WITHOUT.format(dim=self.dim, name=name, count=count, shapes=told), stacklevel=4)
 
 
 def _pad(leaf: torch.Tensor, dim: int, length: int, value: float, first: bool) -> torch.Tensor:
@@ -115,3 +142,34 @@ def _check_value(value: float, dtypes: set[torch.dtype]) -> None:
                 f"pad_index={value} cannot be held by a tensor of {dtype}, which takes whole numbers from {low} to {high}. Pad "
                 "that tensor on its own with another value, or convert it first."
             )
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Append zeros to the tensors of a batch until their length can be divided by the number of processes.
+
+    Nothing is sent.
+
+    Args:
+        tensor: any nesting of containers around tensors, all `batch_size` long along `dim`.
+        batch_size: their length now.
+        num_processes: the number of parts that it is to be cut into.
+        dim: the dimension that counts samples.
+
+    Returns:
+        The same structure; its tensors have the smallest length that is a multiple of `num_processes`.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: a tensor has another length.
+    """
+    missing = -batch_size % num_processes
+
+    def pad_input_tensor(leaf: torch.Tensor) -> torch.Tensor:
+        if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] != batch_size:
+            raise ValueError(
+                f"pad_input_tensors(batch_size={batch_size}, dim={dim}) got a tensor of shape {list(leaf.shape)}; all tensors of "
+                f"the batch must be {batch_size} long along that dimension."
+            )
+        return _pad(leaf, dim, batch_size + missing, 0, False)
+
+    return recursively_apply(pad_input_tensor, tensor, error_on_other_type=True)

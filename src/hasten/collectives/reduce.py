@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hasten.collectives.layout import Layout, flatten
 from hasten.collectives.nested import refill
-from hasten.collectives.parcels import Parcels
+from hasten.collectives.parcels import Parcels, as_bytes
 from hasten.collectives.wire import Form, Wire, wire_of
 from hasten.world.process import World
 
@@ -32,7 +32,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
     """Combine a nested structure of tensors over all processes, element by element.
 
     All tensors travel in one collective if they are small (16 KB in all); otherwise the check is followed by one collective
-    per dtype, and tensors of 1 MB and more travel one by one. The processes first agree on names, dtypes and shapes.
+    per dtype, and tensors of 1 MB and more travel one by one (under gloo, two processes send theirs straight to each other).
+    The processes first agree on names, dtypes and shapes.
 
     Args:
         tensor: any nesting of containers around dense tensors; the same names, dtypes and shapes on every process.
@@ -149,19 +150,39 @@ class _Beside:
         packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=wire.device)
         views = layout.views(packed)
         wire.pack("reduce", views, [leaves[index] for index in parcels.together], self.away)
-        brought = [leaves[index] for index in parcels.alone]
-        alone = [
-            ready.clone() if ready.data_ptr() == leaf.data_ptr() else ready
-            for ready, leaf in zip(wire.ready("reduce", brought), brought, strict=True)
-        ]
-        wire.meet(self.statement)
-        for tensor in (*(run.within(packed) for run in layout.runs), *alone):
-            self._exchange(tensor)
+        sent = wire.prepare("reduce", lambda: [wire.ready(leaves[index]) for index in parcels.alone])
+        alone = wire.prepare("reduce", lambda: list(map(torch.empty_like, sent)))
+        pairs = [wire.is_pair and self._is_plain(tensor.dtype) for tensor in sent]
+        copies = [(total, own) for total, own, pair in zip(alone, sent, pairs, strict=True) if not pair]
+        wire.meet(self.statement, meanwhile=lambda: _copy(copies))
+        for run in layout.runs:
+            self._exchange(run.within(packed))
+        for total, own, pair in zip(alone, sent, pairs, strict=True):
+            if pair:
+                self._combine_pair(total, own)
+            else:
+                self._exchange(total)
         results = dict(zip(parcels.together, (view.clone() for view in views), strict=True))
         results.update(zip(parcels.alone, alone, strict=True))
         if self.away:
             return [results[index].to(leaf.device) for index, leaf in enumerate(leaves)]
         return [results[index] for index in range(len(leaves))]
+
+    def _is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype are combined as they are, by one operation on two of them."""
+        return _wider(dtype) is dtype and not (self.reduction == "mean" and dtype in _HALVES)
+
+    def _combine_pair(self, total: torch.Tensor, own: torch.Tensor) -> None:
+        """Receive the other process's tensor into `total` and combine it with `own` there, which saves a copy."""
+        self.wire.fill_rows([as_bytes(total)] * 2, as_bytes(own))
+        if self.reduction == "max":
+            torch.maximum(total, own, out=total)
+        elif self.reduction == "min":
+            torch.minimum(total, own, out=total)
+        else:
+            total.add_(own)
+        if self.reduction == "mean":
+            total.div_(2)
 
     def _exchange(self, tensor: torch.Tensor) -> None:
         wide = _wider(tensor.dtype)
@@ -175,6 +196,11 @@ class _Beside:
             total.div_(self.wire.size)
         if total is not tensor:
             tensor.copy_(total)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)
 
 
 def _wider(dtype: torch.dtype) -> torch.dtype:

@@ -1,173 +1,80 @@
-"""Agreement: what a process says of a collective before it takes part, and the error when the processes differ."""
+"""Verification of functions of the user's own that exchange tensors: for those of hasten it is built in."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
-DIGEST_BYTES = 16
-_SHOWN = 8  # differing leaves named in a message
-_SENT = 5000  # leaves that a process names to the others when they disagree; the digest covers all
-_ORDER = (
-    "Every process must make the same calls in the same order: look for a call inside `if is_main_process`, for loops of "
-    "different lengths, or for a process that left a loop early."
-)
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from hasten.collectives.layout import named_tensors
+from hasten.collectives.wire import wire_of
+from hasten.world.agreement import DistributedOperationException, Statement
+from hasten.world.arrivals import call_site
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-class DistributedOperationException(Exception):
-    """The processes of a world do not agree on a collective, so none of them has taken part in it."""
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What one process says before a collective. All processes must say the same.
-
-    Args:
-        operation: name of the function that was called.
-        arguments: those of its arguments that must be equal everywhere.
-        leaves: path, dtype and shape of each tensor, in an order that does not depend on the process.
-        error: the text of an error, where this process cannot take part.
-        site: file and line of the call, in debug mode.
-    """
-
-    operation: str
-    arguments: dict[str, Any]
-    leaves: tuple[tuple[str, str, str], ...] = ()
-    error: str | None = None
-    site: str | None = None
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A number of fixed size that stands for the statement."""
-        whole = repr((self.operation, self.arguments, self.leaves, self.error, self.site))
-        return hashlib.blake2b(whole.encode(), digest_size=DIGEST_BYTES).digest()
-
-    @cached_property
-    def text(self) -> bytes:
-        """The statement as the other processes read it when they disagree."""
-        leaves = self.leaves[:_SENT]
-        return json.dumps([self.operation, self.arguments, leaves, self.error, self.site]).encode()
-
-    @staticmethod
-    def parse(text: bytes) -> Statement:
-        """Read what `text` gave."""
-        operation, arguments, leaves, error, site = json.loads(text)
-        return Statement(
-            operation, arguments, tuple((path, dtype, shape) for path, dtype, shape in leaves), error, site
-        )
-
-    def __str__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"{self.operation}({arguments})" + (f" at {self.site}" if self.site else "")
+# Labels of the worlds in which there is somebody to exchange tensors with.
+TORCH_DISTRIBUTED_OPERATION_TYPES = [
+    "DEEPSPEED",
+    "MULTI_GPU",
+    "FSDP",
+    "MEGATRON_LM",
+    "TP",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_CPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+]
 
 
-def call_site() -> str:
-    """File and line from which this package was called, without folders: these may differ between machines."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def key_text(key: object) -> str:
-    """A mapping's key as a text that is the same in every process."""
-    return _ADDRESS.sub("", repr(key))
-
-
-def failure(operation: str, error: Exception, site: str | None) -> Statement:
-    """The statement of a process that cannot take part in `operation`."""
-    return Statement(operation, {}, error=_ADDRESS.sub("", f"{type(error).__name__}: {error}"), site=site)
-
-
-def disagreement(statements: Sequence[Statement]) -> DistributedOperationException:
-    """The error for statements that differ, the same in every process.
+def verify_operation(function: F) -> F:
+    """Let a function check in debug mode, before it runs, that all processes call it with tensors of the same shapes.
 
     Args:
-        statements: one of each process, in rank order.
+        function: its first argument, or the one named `tensor`, is a nested structure; what is not a tensor in it does not count.
+
+    Returns:
+        The function with the check, which costs nothing outside of debug mode (`ACCELERATE_DEBUG_MODE=1`). In debug mode it
+        raises DistributedOperationException, the same on every process, where names, dtypes, shapes or the lines of the
+        calls differ.
+
+    Example:
+        >>> @verify_operation
+        ... def total(tensor):
+        ...     torch.distributed.all_reduce(tensor)
+        ...     return tensor
     """
-    if len({statement.operation for statement in statements}) > 1:
-        return _different_calls(statements, "did not call the same operation", _ORDER)
-    name = statements[0].operation
-    errors = [statement.error for statement in statements]
-    if any(errors):
-        lines = [f"  {ranks}: {error}" for error, ranks in _grouped(errors) if error]
-        return _exception(f"`{name}` could not run, so no process took part in it.", lines, "Correct the error above.")
-    if len({str(statement.arguments) for statement in statements}) > 1:
-        advice = "Call it with the same arguments everywhere."
-        return _different_calls(statements, f"called `{name}` with different arguments", advice)
-    if len({statement.leaves for statement in statements}) > 1:
-        return _different_leaves(name, statements)
-    if len({statement.site for statement in statements}) > 1:
-        return _different_calls(
-            statements, f"called `{name}` from different places (checked in debug mode only)", _ORDER
-        )
-    return _exception(f"`{name}` got structures that differ after their first {_SENT} tensors.", [], _advice([]))
+    name = f"{function.__module__}.{function.__name__}"
+
+    @wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        wire = wire_of(None)
+        if wire is not None and wire.debug:
+            found = named_tensors(kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None)
+            told = sorted((path, str(leaf.dtype).removeprefix("torch."), str(list(leaf.shape))) for path, leaf in found)
+            wire.meet(Statement(name, {}, tuple(told), site=call_site()))
+        return function(*args, **kwargs)
+
+    return verified  # type: ignore[return-value]
 
 
-def _different_calls(statements: Sequence[Statement], what: str, advice: str) -> DistributedOperationException:
-    lines = [f"  {ranks}: {statement}" for statement, ranks in _grouped([str(each) for each in statements])]
-    return _exception(f"The {len(statements)} processes {what}:", lines, advice)
+def chained_operation(function: F) -> F:
+    """Let the disagreement of an operation inside a function name the function, too.
 
+    Raises:
+        DistributedOperationException: in place of the one that the function has raised, which is its cause.
+    """
 
-def _different_leaves(name: str, statements: Sequence[Statement]) -> DistributedOperationException:
-    tables = [{path: (dtype, shape) for path, dtype, shape in statement.leaves} for statement in statements]
-    paths = list(dict.fromkeys(path for table in tables for path in table))
-    differing = [path for path in paths if len({table.get(path) for table in tables}) > 1]
-    lines = []
-    for path in differing[:_SHOWN]:
-        found = [" ".join(table[path]) if path in table else "nothing" for table in tables]
-        lines.append(f"  {path}: " + "; ".join(f"{what} on {ranks}" for what, ranks in _grouped(found)))
-    if len(differing) > _SHOWN:
-        lines.append(f"  and {len(differing) - _SHOWN} more")
-    values = [[table.get(path) for table in tables] for path in differing]
-    return _exception(
-        f"`{name}` needs the same structure, dtypes and shapes on all {len(statements)} processes, but they differ:",
-        lines,
-        _advice(values),
-    )
+    @wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            operation = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(f"Error found while calling `{operation}`: {error}") from error
 
-
-def _advice(values: list[list[tuple[str, str] | None]]) -> str:
-    if any(None in row for row in values):
-        return (
-            "Pass the same keys, in structures of the same length, on every process; objects that differ go through "
-            "`gather_object`."
-        )
-    if any(len({entry[0] for entry in row if entry}) > 1 for row in values):
-        return "Convert to one dtype on every process first, e.g. `tensor.to(torch.float32)`."
-    return (
-        "Make the shapes equal with `pad_across_processes(tensor, dim=...)` first, or send tensors of different shapes with "
-        "`gather_object([tensor])`."
-    )
-
-
-def _grouped(values: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Each different value with the ranks that have it, e.g. `ranks 0-2, 5`."""
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return [(value, _spell(numbers)) for value, numbers in ranks.items()]
-
-
-def _spell(ranks: list[int]) -> str:
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
-
-
-def _exception(title: str, lines: list[str], advice: str) -> DistributedOperationException:
-    return DistributedOperationException("\n".join([title, *lines, advice]))
+    return chained  # type: ignore[return-value]

@@ -19,7 +19,8 @@ from hasten.world import torch_private
 from hasten.world.context import CONTEXT
 from hasten.world.devices import DEVICES, Device, best_device, device_row
 
-_LAST_GLANCES, _GLANCE_S = 10, 0.003  # at the end of a process; each one lets go of the interpreter's lock
+# Before a group is destroyed, and at the end of a process; each glance lets go of the interpreter's lock.
+_FEW_GLANCES, _LAST_GLANCES, _GLANCE_S = 2, 10, 0.003
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,17 +82,20 @@ class World:
         """Whether this is the last process."""
         return self.rank == self.size - 1
 
-    def barrier(self) -> None:
+    def barrier(self, operation: str = "wait_for_everyone") -> None:
         """Wait until every process of the world is here, at most the group's timeout.
 
+        Args:
+            operation: the name under which errors speak of it.
+
         Raises:
-            RuntimeError: the process group has been ended, or a process did not come in time.
+            RuntimeError: the process group has been ended, or a process did not come in time (`MissingProcessError`).
+            DistributedOperationException: another process called something else; the same error on every one.
         """
-        if self.size == 1:
-            return
-        self.check_alive()
-        index = None if self.row.is_cpu or self.device.index is None else [self.device.index]
-        dist.barrier(group=self.group, device_ids=index)
+        if self.size > 1:
+            from hasten.world import frames
+
+            frames.frames_of(self).agree(operation)
 
     def check_alive(self) -> None:
         """Raise if this world's process group has been ended."""
@@ -149,12 +153,12 @@ class World:
         The others are released when the body is done or has raised; only where it raised, the error is that process's own.
         """
         if not goes_first:
-            self.barrier()
+            self.barrier("main_process_first")
         try:
             yield
         finally:
             if goes_first:
-                self.barrier()
+                self.barrier("main_process_first")
 
 
 def current() -> World:
@@ -207,6 +211,7 @@ def start(
 def shutdown() -> None:
     """End the process group, if there is one. Safe to call at any time, any number of times."""
     if dist.is_available() and dist.is_initialized():
+        let_threads_finish(_FEW_GLANCES)
         dist.destroy_process_group()
 
 
@@ -306,18 +311,19 @@ def _leave() -> None:
     # After an uncaught error the other ranks may be gone, and a backend that waits for them would hide the error.
     if not hasattr(sys, "last_value"):
         shutdown()
-        _let_threads_finish()
+        let_threads_finish(_LAST_GLANCES)
 
 
-def _let_threads_finish() -> None:
+def let_threads_finish(glances: int) -> None:
     """Give the backend's threads the time to let go of the last exchange's tensors.
 
-    They need the interpreter's lock for it, and a thread of C++ that asks for the lock of an interpreter that has begun to end
-    takes the whole process down with it (SIGABRT, "terminate called without an active exception").
+    They need the interpreter's lock for it. A group that is destroyed waits for its threads and may hold that lock meanwhile, for
+    ever; and a thread of C++ that asks for the lock of an interpreter that has begun to end takes the whole process down with it
+    (SIGABRT, "terminate called without an active exception").
     """
     import time
 
-    for _ in range(_LAST_GLANCES):
+    for _ in range(glances):
         time.sleep(_GLANCE_S)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from hasten.settings.enums import RNGType
 from hasten.world import process
 from hasten.world.devices import DEVICES, Device
+from hasten.world.frames import frames_of
 from hasten.world.process import World
 
 _LARGEST_SEED = 2**32 - 1  # numpy's
@@ -110,7 +110,7 @@ def _of_first(state: torch.Tensor, world: World) -> torch.Tensor:
     if world.backend != "gloo":
         sent = here.to(world.device)
     world.check_alive()
-    dist.broadcast(sent, group_src=0, group=world.group)
+    frames_of(world).broadcast(sent, 0, name="synchronize_rng_states")
     if sent is not here:
         here.copy_(sent)
     length = int.from_bytes(frame[_STATE_BYTES:], "little")
