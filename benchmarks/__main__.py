@@ -19,6 +19,7 @@ NAMES = (
     "resume",
     "ddp_step",
     "collectives",
+    "local_sgd",
     "clipping",
     "memory",
     "checkpoint",

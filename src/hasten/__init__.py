@@ -18,16 +18,19 @@ _HOMES = {
     "DataLoaderConfiguration": "hasten.settings.dataloading",
     "DistributedDataParallelKwargs": "hasten.parallel.replicate",
     "DistributedType": "hasten.settings.enums",
+    "FullyShardedDataParallelPlugin": "hasten.parallel.fsdp",
     "GradScalerKwargs": "hasten.settings.handlers",
     "GradientAccumulationPlugin": "hasten.settings.accumulation",
     "GradientState": "hasten.training.accumulation",
     "InitProcessGroupKwargs": "hasten.settings.handlers",
+    "MissingProcessError": "hasten.world.arrivals",
     "ParallelismConfig": "hasten.world.mesh",
     "PartialState": "hasten.state.partial",
     "ProfileKwargs": "hasten.settings.handlers",
     "ProjectConfiguration": "hasten.settings.project",
     "World": "hasten.world.process",
     "debug_launcher": "hasten.launch.notebook",
+    "find_executable_batch_size": "hasten.training.batch_size",
     "notebook_launcher": "hasten.launch.notebook",
     "prepare_data_loader": "hasten.data.loader",
     "set_seed": "hasten.world.rng",
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from hasten.data.skip import skip_first_batches as skip_first_batches
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
+    from hasten.parallel.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from hasten.parallel.replicate import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from hasten.settings.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
     from hasten.settings.dataloading import DataLoaderConfiguration as DataLoaderConfiguration
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
     from hasten.state.accelerator import AcceleratorState as AcceleratorState
     from hasten.state.partial import PartialState as PartialState
     from hasten.training.accumulation import GradientState as GradientState
+    from hasten.training.batch_size import find_executable_batch_size as find_executable_batch_size
+    from hasten.world.arrivals import MissingProcessError as MissingProcessError
     from hasten.world.mesh import ParallelismConfig as ParallelismConfig
     from hasten.world.process import World as World
     from hasten.world.rng import set_seed as set_seed

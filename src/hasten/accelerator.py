@@ -45,11 +45,12 @@ class Accelerator(ProcessView):
         gradient_accumulation_plugin: more about accumulation than the number of steps.
         step_scheduler_with_optimizer: False leaves it to you when a prepared scheduler steps.
         kwargs_handlers: further arguments for torch's DDP, GradScaler, autocast and process group.
-        parallelism_config: the mesh; only `dp_replicate_size` is built yet.
+        parallelism_config: the mesh; only `dp_replicate_size` and, with an `fsdp_plugin`, `dp_shard_size` are built yet.
         world, ranks: the part of the job that this Accelerator lives on; the whole job by default. Only members build it.
         scheduler_unit: what a prepared scheduler counts. "process", the default: each update advances it by the number of
             processes, so that a schedule written for one process keeps its length in epochs. "update": each update is one step.
-        deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, log_with, dynamo_backend, dynamo_plugin,
+        fsdp_plugin: divide parameters over the ranks, a `FullyShardedDataParallelPlugin`.
+        deepspeed_plugin, torch_tp_plugin, megatron_lm_plugin, log_with, dynamo_backend, dynamo_plugin,
         deepspeed_plugins: not built yet.
 
     Raises:
@@ -105,6 +106,7 @@ class Accelerator(ProcessView):
             gradient_accumulation_plugin=gradient_accumulation_plugin,
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_unit=scheduler_unit,
+            fsdp_plugin=fsdp_plugin,
             kwargs_handlers=kwargs_handlers,
             parallelism_config=parallelism_config,
             world=world,
@@ -305,7 +307,7 @@ class Accelerator(ProcessView):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by FSDP2."""
-        return False
+        return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -476,11 +478,26 @@ class Accelerator(ProcessView):
         return self._session.any_rank(raised)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
-        """Train although processes have different numbers of batches. Not built yet."""
-        raise NotImplementedError(
-            "join_uneven_inputs is not built yet (area: training semantics). With even_batches=True, the default, every process "
-            "has the same number of batches."
-        )
+        """Train although processes have different numbers of batches: those that have none left take part in the exchange only.
+
+        Use it around one epoch. Gradients are divided by the number of all processes, also when some have no batch any more.
+
+        Args:
+            joinables: the prepared models, or what else can join (`torch.distributed.algorithms.Joinable`).
+            even_batches: inside, what `DataLoaderConfiguration.even_batches` is for the prepared map-style loaders; True makes
+                joining unnecessary. None leaves them as they are.
+
+        Raises:
+            ValueError: something that can not join, or an accumulation over several steps.
+
+        Example:
+            >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+            ...     for batch in loader:
+            ...         accelerator.backward(loss_of(model, batch))
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        return self._session.joining(joinables, even_batches)
 
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
@@ -494,9 +511,12 @@ class Accelerator(ProcessView):
 
     # -- exchange ----------------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """All processes' tensors (nested in any structure), concatenated along the first dimension, on every process."""
-        return self._session.gather(tensor)
+    def gather(self, tensor: Any, *, ragged: bool = False) -> Any:
+        """All processes' tensors (nested in any structure), concatenated along the first dimension, on every process.
+
+        With `ragged` their shapes may differ, and each tensor becomes the list of every process's own.
+        """
+        return self._session.gather(tensor, ragged)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that were repeated to fill the last batch; any objects are allowed."""

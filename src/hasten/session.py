@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.parallel.replicate import Replicate
+from hasten.protocols import Engine
 from hasten.training.accumulation import GradientState, Window
 from hasten.world.context import CONTEXT
 
 if TYPE_CHECKING:
     from hasten.parallel.plan import Recipe
+    from hasten.parallel.shard import Shard
     from hasten.precision.scaler import LossScaling
     from hasten.settings.accumulation import GradientAccumulationPlugin
     from hasten.settings.dataloading import DataLoaderConfiguration
@@ -44,6 +45,7 @@ class Session:
         rng_types: generators that are synchronised at the start of each epoch.
         step_scheduler_with_optimizer: whether prepared schedulers follow their optimizers.
         scheduler_unit: see `Accelerator`; None for the default.
+        shard: the engine that shards models; None to replicate them.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Session:
         rng_types: list[Any],
         step_scheduler_with_optimizer: bool,
         scheduler_unit: str | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.state = state
         self.world: World = state.world
@@ -66,8 +69,8 @@ class Session:
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_unit = scheduler_unit
-        self.engine = Replicate(self.world, handlers.get("ddp_handler"))
-        self.exchanging: Replicate | None = self.engine if self.world.group is not None else None
+        self.engine: Engine = Replicate(self.world, handlers.get("ddp_handler")) if shard is None else shard
+        self.exchanging: Engine | None = self.engine if self.world.group is not None else None
         self.lone_window = Window(self.gradients, None, ()) if self.exchanging is None else None
         self.dtype: torch.dtype | None = None
         self.scaling: LossScaling | None = None
@@ -102,15 +105,18 @@ class Session:
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
-        """Prepare models, optimizers, loaders and then schedulers, which need to see all optimizers; the rest passes through."""
-        first = [self._prepare_one(item, placement) for item, placement in zip(objects, placements, strict=True)]
+        """Prepare models, then optimizers, which may have to follow them, and loaders, then schedulers, which need to see all
+        optimizers; the rest passes through."""
+        pairs = list(zip(objects, placements, strict=True))
+        models = {
+            id(item): self.prepare_model(item, place) for item, place in pairs if isinstance(item, torch.nn.Module)
+        }
+        first = [models[id(item)] if id(item) in models else self._prepare_one(item, place) for item, place in pairs]
         return tuple(self.prepare_scheduler(item) if _is_scheduler(item) else item for item in first)
 
     def _prepare_one(self, item: Any, placement: bool | None) -> Any:
         if isinstance(item, torch.utils.data.DataLoader):
             return self.prepare_data_loader(item, placement)
-        if isinstance(item, torch.nn.Module):
-            return self.prepare_model(item, placement)
         if isinstance(item, torch.optim.Optimizer):
             return self.prepare_optimizer(item, placement)
         return item
@@ -123,7 +129,7 @@ class Session:
         self._check_device_map(model)
         from hasten.parallel import plan
 
-        recipe = plan.Recipe(self.world, self.engine, before=self._transforms())
+        recipe = plan.Recipe(self.world, self.engine, before=[*self._transforms(), *self.engine.transforms])
         wrapped, steps = plan.prepare(
             model,
             recipe,
@@ -131,6 +137,8 @@ class Session:
             evaluation=evaluation,
         )
         setattr(wrapped, _PREPARED, True)
+        for optimizer in self.optimizers:
+            self.engine.follow(optimizer.optimizer)
         self.models.append(wrapped)
         self.recipes[id(wrapped)] = recipe, steps
         return wrapped
@@ -163,6 +171,7 @@ class Session:
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer; see `Accelerator.prepare_optimizer`."""
         prepared = _find(optimizer, self.optimizers, lambda held: held.optimizer)
+        self.engine.follow(optimizer if prepared is None else prepared.optimizer)
         if prepared is None:
             from hasten.training.optimizer import AcceleratedOptimizer
 
@@ -243,6 +252,7 @@ class Session:
             sharding=config.sharding,
             resume=config.resume,
             read_ahead=config.read_ahead,
+            move_ahead=config.move_ahead,
         )
         setattr(prepared, _PREPARED, True)
         self.dataloaders.append(prepared)
@@ -305,7 +315,9 @@ class Session:
         """Clip element by element."""
         if self.scaling is not None:
             parameters = self._unscaled(self.scaling, parameters)
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        from hasten.weights import gradients
+
+        gradients.clip_grad_value_(parameters, clip_value)
 
     def _unscaled(self, scaling: LossScaling, parameters: Any) -> list[torch.Tensor]:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -319,6 +331,54 @@ class Session:
         return autocast.autocast_context(
             self.world.device.type, self.dtype, handler or self.handlers["autocast_handler"]
         )
+
+    @contextmanager
+    def joining(self, joinables: Any, even_batches: bool | None) -> Iterator[None]:
+        """Train although the ranks have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
+        if self.world.group is None:
+            yield
+            return
+        with self._evened(even_batches), nullcontext() if even_batches else self._join(joinables):
+            yield
+
+    @contextmanager
+    def _evened(self, even_batches: bool | None) -> Iterator[None]:
+        """Prepared map-style loaders with another `even_batches`."""
+        before = [(loader, getattr(loader, "even_batches", None)) for loader in self.dataloaders]
+        if even_batches is None:
+            before = []
+        elif any(value is None for _, value in before):
+            warnings.warn(
+                "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable: these "
+                "stay as they are.",
+                stacklevel=5,
+            )
+        changed = [(loader, value) for loader, value in before if value is not None]
+        try:
+            for loader, _ in changed:
+                loader.even_batches = even_batches
+            yield
+        finally:
+            for loader, value in changed:
+                loader.even_batches = value
+
+    def _join(self, joinables: Any) -> AbstractContextManager[Any]:
+        from torch.distributed.algorithms import Join, Joinable
+
+        joinables = list(joinables) if isinstance(joinables, (list, tuple)) else [joinables]
+        for item in joinables:
+            if not isinstance(item, Joinable):
+                raise ValueError(
+                    f"Rank {self.world.rank}: join_uneven_inputs got a {type(item).__name__}, which can not join. Pass the "
+                    "prepared models (`accelerator.prepare(model)` gives a DistributedDataParallel if it has something to train)."
+                )
+        if self.gradients.num_steps > 1:
+            raise ValueError(
+                f"Rank {self.world.rank}: join_uneven_inputs and {self.gradients.num_steps} accumulation steps do not go together: "
+                "a rank with fewer batches ends its window earlier than the others. Use even_batches=True, the default of "
+                "DataLoaderConfiguration, or accumulate 1 step."
+            )
+        return Join(joinables)
 
     def without_context_parallelism(self) -> AbstractContextManager[Any]:
         """A context that splits nothing, with one warning."""
@@ -383,11 +443,13 @@ class Session:
 
     # -- exchanging --------------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """All processes' tensors, concatenated."""
+    def gather(self, tensor: Any, ragged: bool) -> Any:
+        """All processes' tensors, concatenated; listed, if `ragged`."""
         from hasten.collectives import gather
 
-        return gather.gather(tensor, world=self.world)
+        # What another library has put in its place may not know `ragged`.
+        options = {"ragged": True} if ragged else {}
+        return gather.gather(tensor, world=self.world, **options)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool) -> Any:
         """All processes' results, without padding."""

@@ -186,6 +186,19 @@ class Other(Model):
         return super().forward(inputs, scale=scale)
 
 
+def test_a_compiled_model_is_wrapped_outside_and_given_back():
+    model = Model()
+    compiled = torch.compile(model, backend="eager")
+    assert wrap(compiled)(torch.ones(1, 2))["outputs"].dtype == torch.float32  # type: ignore[arg-type]
+    assert model.seen == [BF16]
+    assert not autocast.is_wrapped(model)
+    assert restore_forward(model) is model
+    model(torch.ones(1, 2))
+    restore_forward(compiled)  # type: ignore[arg-type]
+    compiled(torch.ones(1, 2))
+    assert model.seen == [BF16, torch.float32, torch.float32]
+
+
 # ---- copies ----
 
 

@@ -215,3 +215,26 @@ def test_windows_may_be_nested():
         assert engine.held == ["a", "b"]
     assert engine.held == []
     assert (outer.step, inner.step) == (1, 1)
+
+
+def test_it_knows_in_how_many_blocks_it_is():
+    found, engine = state(num_steps=2), Engine()
+    with Window(found, engine, ("a",)):  # type: ignore[arg-type]
+        assert found.running == 1
+        with Window(found, None, ()):
+            assert found.running == 2
+    with pytest.raises(KeyError), Window(found, engine, ("bad",)):  # type: ignore[arg-type]
+        raise AssertionError("not reached")
+    assert found.running == 0
+
+
+def test_a_step_that_is_set_from_outside_begins_a_window():
+    found = state(num_steps=4)
+    for _ in range(6):
+        found.advance()
+    assert (found.window_start, found.micro_batches) == (4, 6)
+    found.step = 8
+    found.advance()
+    assert (found.window_start, found.micro_batches, found.sync_gradients) == (6, 7, False)
+    found.advance()
+    assert found.window_start == 6

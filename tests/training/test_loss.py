@@ -8,7 +8,9 @@ from torch.nn import functional
 from hasten import Accelerator
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.handlers import GradScalerKwargs
-from hasten.training.loss import checked, multiply_all
+from hasten.training.diloco import DiLoCo
+from hasten.training.local_sgd import LocalSGD
+from hasten.training.loss import checked
 from tests.plain import TinyMLP
 from tests.ranks import run_ranks
 
@@ -120,6 +122,140 @@ def without_accumulate() -> list[Tensor]:
 def test_a_loop_without_accumulate_has_windows_of_one(ranks):
     for found in run_ranks(without_accumulate, ranks):
         check_equal(found, plain_updates([1, 1, 1], ranks))
+
+
+def gradient_of(accelerator: Accelerator, model: Any, batch: tuple[Tensor, Tensor], **weight: Any) -> list[Tensor]:
+    """What one backward pass leaves in the gradients, which are cleared before."""
+    model.zero_grad()
+    accelerator.backward(sum_of(model, batch), **weight)
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def after_windows(scale: str) -> list[list[Tensor]]:
+    """Gradients of two backward passes outside of `accumulate`, when windows of two have been there before."""
+    accelerator = accelerator_of(scale, 2)
+    model = accelerator.prepare(TinyMLP())
+    batch = micro_batch(0, 0)
+    weight = {"weight": len(batch[0])} if scale == "weight" else {}
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(sum_of(model, batch), **weight)
+    return [gradient_of(accelerator, model, batch, **weight) for _ in range(2)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scale", ["window", "weight"])
+def test_outside_of_accumulate_every_pass_is_a_window_also_after_others(ranks, scale):
+    plain, (inputs, targets) = TinyMLP(), micro_batch(0, 0)
+    functional.mse_loss(plain(inputs), targets, reduction="sum").backward()
+    divisor = len(inputs) if scale == "weight" else 1
+    expected = [parameter.grad / divisor for parameter in plain.parameters()]
+    for found in run_ranks(after_windows, ranks, scale):
+        check_equal(found[0], expected)
+        check_equal(found[1], expected)
+
+
+def test_the_last_backward_pass_of_a_window_may_come_behind_its_block():
+    accelerator = accelerator_of("weight", 2)
+    model = accelerator.prepare(TinyMLP())
+    batches = [micro_batch(index, 0) for index in range(2)]
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = sum_of(model, batch)
+        accelerator.backward(loss, weight=len(batch[0]))
+    plain = TinyMLP()
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    functional.mse_loss(plain(inputs), targets).backward()
+    check_equal(
+        [parameter.grad for parameter in model.parameters()], [parameter.grad for parameter in plain.parameters()]
+    )
+
+
+def test_a_loss_without_weight_before_one_with_a_weight_is_nothing():
+    accelerator = accelerator_of("weight", 1)
+    model = accelerator.prepare(TinyMLP())
+    batch = micro_batch(0, 0)
+    with accelerator.accumulate(model):
+        accelerator.backward(sum_of(model, batch) * 0.0, weight=0)
+        accelerator.backward(sum_of(model, batch), weight=len(batch[0]))
+    plain = TinyMLP()
+    functional.mse_loss(plain(batch[0]), batch[1]).backward()
+    check_equal(
+        [parameter.grad for parameter in model.parameters()], [parameter.grad for parameter in plain.parameters()]
+    )
+
+
+@pytest.mark.parametrize("scale", ["window", "weight"])
+def test_a_window_that_was_given_up_does_not_count(scale):
+    # As it is after `load_state` and `free_memory`, which set `step`.
+    accelerator = accelerator_of(scale, 4)
+    model = accelerator.prepare(TinyMLP())
+    batch = micro_batch(0, 0)
+    weight = {"weight": len(batch[0])} if scale == "weight" else {}
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(sum_of(model, batch), **weight)
+    accelerator.free_memory()
+    model = accelerator.prepare(TinyMLP())
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(sum_of(model, batch), **weight)
+    assert accelerator.sync_gradients
+    plain = TinyMLP()
+    (sum_of(plain, batch) / (len(batch[0]) if weight else 1)).backward()
+    check_equal(
+        [parameter.grad for parameter in model.parameters()], [parameter.grad for parameter in plain.parameters()]
+    )
+
+
+def local_weights(kind: Any) -> list[Any]:
+    """Gradients inside of LocalSGD or DiLoCo, and after it, where batches of two ranks differ in length."""
+    accelerator = accelerator_of("weight", 1)
+    model = accelerator.prepare(TinyMLP())
+    batch = micro_batch(0, accelerator.process_index)
+    with kind(accelerator, model, 9):
+        inside = gradient_of(accelerator, model, batch, weight=len(batch[0]))
+        if accelerator.process_index == 0:  # nobody has to answer
+            gradient_of(accelerator, model, batch, weight=len(batch[0]))
+    return [inside, gradient_of(accelerator, model, batch, weight=len(batch[0]))]
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_a_process_on_its_own_divides_by_its_own_weight(kind):
+    found = run_ranks(local_weights, 2, kind)
+    batches = [micro_batch(0, rank) for rank in range(2)]
+    assert len(batches[0][0]) != len(batches[1][0])
+    for rank, (inside, _) in enumerate(found):
+        plain = TinyMLP()
+        functional.mse_loss(plain(batches[rank][0]), batches[rank][1]).backward()
+        check_equal(inside, [parameter.grad for parameter in plain.parameters()])
+    plain = TinyMLP()
+    functional.mse_loss(
+        *(torch.cat(parts) for parts in zip(*((plain(x), y) for x, y in batches), strict=True))
+    ).backward()
+    for _, after in found:
+        check_equal(after, [parameter.grad for parameter in plain.parameters()])
+
+
+def left_in_a_window(kind: Any) -> list[Tensor]:
+    accelerator = accelerator_of("weight", 2)
+    model = accelerator.prepare(TinyMLP())
+    batches = [micro_batch(index, accelerator.process_index) for index in (0, 2)]
+    with kind(accelerator, model, 9), accelerator.accumulate(model):
+        accelerator.backward(sum_of(model, batches[0]), weight=len(batches[0][0]))
+    with accelerator.accumulate(model):
+        accelerator.backward(sum_of(model, batches[1]), weight=len(batches[1][0]))
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_a_window_that_begins_on_ones_own_and_ends_with_all(kind):
+    batches = [micro_batch(index, rank) for index in (0, 2) for rank in range(2)]
+    plain = TinyMLP()
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    functional.mse_loss(plain(inputs), targets).backward()
+    for found in run_ranks(left_in_a_window, 2, kind):
+        check_equal(found, [parameter.grad for parameter in plain.parameters()])
 
 
 def empty_parts(rank_of_all: int) -> list[list[Tensor]]:
@@ -267,7 +403,7 @@ def test_a_weight_needs_its_setting():
 
 
 @pytest.mark.parametrize(
-    "weight", [None, -1, float("nan"), float("inf"), torch.ones(2), "many", [3], torch.tensor(-2.0)]
+    "weight", [None, -1, float("nan"), float("inf"), torch.ones(2), "many", "4", [3], torch.tensor(-2.0)]
 )
 def test_weights_are_finite_numbers(weight):
     accelerator = accelerator_of("weight", 1)
@@ -307,9 +443,5 @@ def test_a_weight_becomes_a_number_of_double_precision():
         assert (found.dtype, found.shape, found.item()) == (torch.float64, (), 3.0)
 
 
-def test_tensors_of_every_kind_are_multiplied():
-    tensors = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.ones(2, 2).to_sparse()]
-    multiply_all(tensors, torch.tensor(0.5, dtype=torch.float64))
-    multiply_all(tensors, 0.5)
-    assert [tensor.to_dense().unique().tolist() for tensor in tensors] == [[0.25]] * 3
-    multiply_all([], 2.0)
+def test_a_weight_that_has_a_gradient_is_only_looked_at():
+    assert checked(torch.tensor([[3.0]], requires_grad=True), CPU, 0).tolist() == 3.0

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from hasten import Accelerator
 from hasten.settings.accumulation import GradientAccumulationPlugin
+from hasten.settings.handlers import GradScalerKwargs
 from hasten.training.accumulation import GradientState
 from hasten.training.optimizer import AcceleratedOptimizer
 from tests.ranks import run_ranks
@@ -191,6 +193,21 @@ def test_a_scaled_step_with_a_gradient_that_is_not_finite_is_skipped():
     assert not prepared.step_was_skipped
     assert parameter.tolist() == [0.5, 0.5]
     assert len(prepared.optimizer._optimizer_step_post_hooks) == 0
+
+
+def test_a_scaled_step_without_any_gradient_is_one_that_changes_nothing():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    used, idle = accelerator.prepare(*(torch.optim.SGD([parameter], lr=0.5) for parameter in parameters))
+    for update in range(1, 3):
+        accelerator.backward(parameters[0].sum())
+        used.step()
+        idle.step()
+        assert not idle.step_was_skipped
+        used.zero_grad()
+        idle.zero_grad()
+        assert [parameter.tolist() for parameter in parameters] == [[1.0 - 0.5 * update] * 2, [1.0, 1.0]]
+    assert accelerator.scaler.get_scale() == 8.0
 
 
 def test_a_closure_cannot_be_scaled():

@@ -123,6 +123,45 @@ def test_a_schedule_that_is_driven_by_a_metric_steps_once_per_call():
     assert rate(prepared) == 0.25
 
 
+def test_a_metric_counts_after_an_epoch_that_leaves_a_window_open_or_skipped_its_last_step():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    prepared = accelerator.prepare(optimizer().optimizer)
+    plateau = lr_scheduler.ReduceLROnPlateau(prepared.optimizer, factor=0.5, patience=0)
+    scheduler = accelerator.prepare(plateau)
+    scheduler.step(1.0)
+    with accelerator.accumulate():
+        scheduler.step(2.0)  # in the window: not yet
+    assert rate(prepared) == 1.0
+    scheduler.step(2.0)
+    assert rate(prepared) == 0.5
+    with accelerator.accumulate():
+        prepared.step_was_skipped = True
+        scheduler.step(2.0)
+    assert rate(prepared) == 0.25
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_schedule_that_is_put_together_stays_at_the_end_of_its_last_part(processes: int):
+    def schedule(prepared: AcceleratedOptimizer, chained: bool) -> Any:
+        inner = prepared.optimizer
+        last = lr_scheduler.OneCycleLR(inner, max_lr=1.0, total_steps=7 if chained else 5)
+        if chained:
+            return lr_scheduler.ChainedScheduler([last], optimizer=inner)
+        return lr_scheduler.SequentialLR(inner, [lr_scheduler.ConstantLR(inner, 0.5, 2), last], milestones=[2])
+
+    for chained in (False, True):
+        prepared, plain = optimizer(), optimizer()
+        scheduler = AcceleratedScheduler(schedule(prepared, chained), prepared, num_processes=processes)
+        reference = schedule(plain, chained)
+        expected = [rate(plain)]
+        for _ in range(6):
+            reference.step()
+            expected.append(rate(plain))
+        for call in range(1, 8):
+            scheduler.step()
+            assert rate(prepared) == expected[min(call * processes, 6)]
+
+
 def test_chained_and_sequential_schedules_work():
     prepared = optimizer()
     chained = lr_scheduler.ChainedScheduler([halving(prepared), halving(prepared)], optimizer=prepared.optimizer)

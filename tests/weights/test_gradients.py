@@ -53,6 +53,9 @@ def test_one_tensor_some_without_a_gradient_and_none_at_all():
     parameter = nn.Parameter(torch.zeros(2))
     assert clip_grad_norm_([parameter, nn.Parameter(torch.zeros(1))], 1.0).item() == 0.0
     assert clip_grad_norm_([], 1.0).item() == 0.0
+    clip_grad_value_([parameter], 1.0)
+    clip_grad_value_([], 1.0)
+    assert parameter.grad is None
     parameter.grad = torch.tensor([3.0, 4.0])
     assert clip_grad_norm_(parameter, 1.0).item() == 5.0
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
@@ -136,6 +139,23 @@ def test_the_norm_of_any_mix_is_that_of_one_process(meshes, norm_type, ranks):
     for found, gradients, _ in run_ranks(clip_spread, ranks, meshes, norm_type, 0.5):
         assert found == pytest.approx(norm, rel=1e-6)
         torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
+
+
+def norms_that_can_not_be_put_together() -> list[str]:
+    texts = []
+    for norm_type in (0, -1.0, float("-inf")):
+        with pytest.raises(ValueError) as caught:
+            clip_grad_norm_(with_gradients(spread("one")), 1.0, norm_type)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_norms_that_can_not_be_put_together_are_refused_by_all():
+    first, second = run_ranks(norms_that_can_not_be_put_together, 2)
+    assert first == second
+    assert [text.split(":")[0] for text in first] == [
+        f"clip_grad_norm_(norm_type={norm_type})" for norm_type in ("0.0", "-1.0", "-inf")
+    ]
 
 
 def test_one_collective_for_each_axis_of_a_mesh():

@@ -78,7 +78,9 @@ class AutocastForward:
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Replace `forward` on the instance; the original is kept as `_original_forward`."""
         original = model.forward
-        model._original_forward = original  # type: ignore[assignment]
+        model.__dict__["_original_forward"] = (
+            original  # a compiled model would pass the attribute on to what it compiles
+        )
         arguments = autocast_arguments(self.dtype, self.handler)
         model.forward = _Forward(original, self.device_type, arguments, _conversion(self.output_dtype))
         return model

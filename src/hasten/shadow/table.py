@@ -26,6 +26,7 @@ _OPERATIONS = {
             "is_namedtuple",
             "is_tensor_information",
             "is_torch_tensor",
+            "is_torch_xpu_tensor",
             "listify",
             "recursively_apply",
             "send_to_device",
@@ -35,8 +36,16 @@ _OPERATIONS = {
         "hasten.collectives.objects": ("broadcast_object_list", "gather_object"),
         "hasten.collectives.broadcast": ("broadcast",),
         "hasten.collectives.reduce": ("reduce",),
-        "hasten.collectives.pad": ("CannotPadNestedTensorWarning", "pad_across_processes"),
-        "hasten.collectives.verify": ("DistributedOperationException",),
+        "hasten.collectives.outputs": ("ConvertOutputsToFp32", "GatheredParameters", "convert_outputs_to_fp32"),
+        "hasten.collectives.pad": ("CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"),
+        "hasten.collectives.relay": (
+            "TENSOR_INT_TO_DTYPE",
+            "TENSOR_TYPE_TO_INT",
+            "copy_tensor_to_devices",
+            "gather_tensor_shape",
+        ),
+        "hasten.collectives.verify": ("TORCH_DISTRIBUTED_OPERATION_TYPES", "chained_operation", "verify_operation"),
+        "hasten.world.agreement": ("DistributedOperationException",),
     }.items()
     for name in names
 }
@@ -51,6 +60,7 @@ _DATACLASSES = {
     "DistributedType": "hasten.settings.enums",
     "DynamoBackend": "hasten.settings.enums",
     "FP8BackendType": "hasten.settings.enums",
+    "FullyShardedDataParallelPlugin": "hasten.parallel.fsdp",
     "GradScalerKwargs": "hasten.settings.handlers",
     "GradientAccumulationPlugin": "hasten.settings.accumulation",
     "InitProcessGroupKwargs": "hasten.settings.handlers",
@@ -84,10 +94,17 @@ _DATA = {
     "prepare_data_loader": "hasten.data.loader",
     "skip_first_batches": "hasten.data.skip",
 }
+_MEMORY = {
+    "clear_device_cache": "hasten.world.memory",
+    "find_executable_batch_size": "hasten.training.batch_size",
+    "release_memory": "hasten.world.memory",
+    "should_reduce_batch_size": "hasten.world.memory",
+}
 
 MODULES: dict[str, dict[str, str]] = {
     "accelerate": {
         "Accelerator": "hasten.accelerator",
+        "find_executable_batch_size": "hasten.training.batch_size",
         "skip_first_batches": "hasten.data.skip",
         "synchronize_rng_states": "hasten.world.rng",
         "PartialState": "hasten.state.partial",
@@ -101,6 +118,7 @@ MODULES: dict[str, dict[str, str]] = {
                 "DataLoaderConfiguration",
                 "DistributedDataParallelKwargs",
                 "DistributedType",
+                "FullyShardedDataParallelPlugin",
                 "GradScalerKwargs",
                 "InitProcessGroupKwargs",
                 "ProfileKwargs",
@@ -112,9 +130,12 @@ MODULES: dict[str, dict[str, str]] = {
     "accelerate.optimizer": {"AcceleratedOptimizer": "hasten.training.optimizer"},
     "accelerate.scheduler": {"AcceleratedScheduler": "hasten.training.scheduler"},
     "accelerate.data_loader": _DATA,
+    "accelerate.local_sgd": {"LocalSGD": "hasten.training.local_sgd"},
     "accelerate.parallelism_config": _PARALLELISM,
     "accelerate.launchers": _LAUNCHERS,
-    "accelerate.utils": {**_OPERATIONS, **_RANDOM, **_DATACLASSES, **_PARALLELISM},
+    "accelerate.utils": {**_MEMORY, **_OPERATIONS, **_RANDOM, **_DATACLASSES, **_PARALLELISM},
+    "accelerate.utils.memory": _MEMORY,
+    "accelerate.utils.modeling": {"clear_device_cache": "hasten.world.memory"},
     "accelerate.utils.operations": _OPERATIONS,
     "accelerate.utils.random": _RANDOM,
     "accelerate.utils.dataclasses": _DATACLASSES,

@@ -22,19 +22,24 @@ class GradientState:
         plugin_kwargs: the accumulation settings that differ from their defaults; may be changed at any time.
         micro_batches: micro-batches that have been counted since the start.
         window_start: how many of them were before the present window.
+        running: how many `with accelerator.accumulate(...)` the program is in.
+        local: how many contexts it is in that let each process train a copy of its own (LocalSGD, DiLoCo).
     """
 
     sync_gradients: bool
     step: int
     micro_batches: int
     window_start: int
+    running: int
+    local: int
+    _counted: int  # `step` after the last micro-batch
     plugin_kwargs: dict[str, Any]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.__dict__ = CONTEXT.gradient_state
         if not self.initialized:
             self.__dict__.update(sync_gradients=True, step=0, plugin_kwargs={}, _is_xla_gradients_synced=False)
-            self.__dict__.update(micro_batches=0, window_start=0)
+            self.__dict__.update(micro_batches=0, window_start=0, running=0, local=0, _counted=0)
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
@@ -109,7 +114,8 @@ class GradientState:
     def advance(self) -> bool:
         """Count one micro-batch; return whether it completes its window."""
         settings = self.plugin_kwargs
-        if self.sync_gradients:
+        # A `step` that was set from outside, by loading a checkpoint say, belongs to another window.
+        if self.sync_gradients or self.step != self._counted:
             self.window_start = self.micro_batches
         self.micro_batches += 1
         loader = CONTEXT.loaders.innermost()
@@ -119,6 +125,7 @@ class GradientState:
         else:
             self.step += 1
             self.sync_gradients = self.step % settings.get("num_steps", 1) == 0
+        self._counted = self.step
         return self.sync_gradients
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -166,6 +173,7 @@ class Window(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         state = self._state
+        state.running += 1
         if state.advance() or self._engine is None or state.plugin_kwargs.get("sync_each_batch", False):
             return
         try:
@@ -178,6 +186,7 @@ class Window(AbstractContextManager[None]):
             raise
 
     def __exit__(self, *error: Any) -> None:
+        self._state.running -= 1
         # An ExitStack would do the same; this is done in every step, and without its calls the step is 2 % faster.
         while self._held:
             self._held.pop().__exit__(*error)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hasten.training.accumulation import GradientState
+from hasten.weights.gradients import multiply_all
 from hasten.world.process import World
 
 WINDOW = "window"
@@ -38,10 +39,12 @@ class WindowMean:
         self.world = world
         self.parameters = parameters
         self._window: int | None = None
+        self._complete = 0  # the micro-batch that had the last backward pass of a whole window
         self._held: Divisor | None = None  # what the gradients of this window are divided by
         self._final: Divisor | None = None  # what they must be divided by, once it is known
         self._weight: Divisor = 0.0  # the weights of this window on this rank
         self._expected: torch.Tensor | None = None  # the divisor of the last window that had one
+        self._is_local = False  # whether each rank has a mean of its own
         self._sent: torch.Tensor | None = None
 
     def divide(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -55,10 +58,18 @@ class WindowMean:
             ValueError: there is no weight where one is needed, it is not a finite number >= 0, or a backward pass outside of
                 `accumulate` whose gradients are not exchanged.
         """
-        self._enter_window()
-        known = self._known_divisor(weight, loss.device)
+        switched = self._is_local != (self.gradients.local > 0)
+        length = self._enter_window()
+        known = self._known_divisor(weight, loss.device, length)
         if self._held is None:
             self._held = known if known is not None else self._planned_divisor()
+        elif switched:
+            # Ranks that were on their own have divided by different numbers, and are about to exchange what they have.
+            self._final = known if known is not None else self._planned_divisor()
+            self.correct()
+        elif isinstance(known, torch.Tensor) and isinstance(self._held, torch.Tensor):
+            # Over infinity the gradients are zero, so any divisor will do for what is added to them.
+            self._held = torch.where(self._held.isinf(), known, self._held)
         self._final = known
         return loss / self._held
 
@@ -71,18 +82,26 @@ class WindowMean:
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         multiply_all(gradients, held / final)
 
-    def _enter_window(self) -> None:
+    def _enter_window(self) -> int:
+        """How many micro-batches the window has had, with this one."""
         state = self.gradients
-        is_counted = state.micro_batches > 0
+        # Outside of `accumulate`, a backward pass may still be that of the last micro-batch that was counted.
+        is_counted = state.running > 0 or state.micro_batches > self._complete
         if not is_counted and not state.sync_gradients:
             raise ValueError(
                 f"Rank {self.world.rank}: GradientAccumulationPlugin(scale={state.scale!r}) needs to know where windows begin. Run "
                 "each micro-batch in `with accelerator.accumulate(model):`."
             )
-        if not is_counted or self._window != state.window_start:
-            self._window, self._held, self._weight = state.window_start, None, 0.0
+        if self._is_local != (state.local > 0):
+            self._is_local, self._expected = state.local > 0, None
+        window = state.window_start if is_counted else None
+        if window is None or self._window != window:
+            self._window, self._held, self._weight = window, None, 0.0
+        if state.sync_gradients:
+            self._complete = state.micro_batches
+        return state.micro_batches - window if window is not None else 1
 
-    def _known_divisor(self, weight: Any, device: torch.device) -> Divisor | None:
+    def _known_divisor(self, weight: Any, device: torch.device, length: int) -> Divisor | None:
         """The divisor of the window after this micro-batch; None if more are to come."""
         state = self.gradients
         if state.scale == WEIGHT:
@@ -92,7 +111,6 @@ class WindowMean:
             total = self._averaged(self._weight)
             self._expect(total)
             return torch.where(total > 0, total, math.inf)
-        length = max(1, state.micro_batches - state.window_start)
         return float(length) if state.sync_gradients else None
 
     def _planned_divisor(self) -> Divisor:
@@ -111,9 +129,9 @@ class WindowMean:
         self._expected = torch.where(divisor > 0, divisor, before)
 
     def _averaged(self, weight: Divisor) -> torch.Tensor:
-        """The weight of all ranks over their number, by which gradients are divided already."""
+        """The weight of all ranks over their number, by which gradients are divided already; this rank's if it is on its own."""
         assert isinstance(weight, torch.Tensor)
-        if self.world.size == 1:
+        if self.world.size == 1 or self._is_local:
             return weight
         from hasten.collectives.wire import wire_of
 
@@ -121,7 +139,7 @@ class WindowMean:
         assert wire is not None
         # Kept until the next exchange: the backend's thread may still hold it, and would need the interpreter's lock to free it.
         self._sent = weight.to(wire.device, copy=True)
-        wire.all_reduce(self._sent, dist.ReduceOp.SUM)
+        wire.all_reduce(self._sent, dist.ReduceOp.SUM, name="the weights of a window")
         return self._sent.to(weight.device) / self.world.size
 
 
@@ -144,28 +162,13 @@ def checked(weight: Any, device: torch.device, rank: int) -> torch.Tensor:
 
 
 def _is_number(weight: Any) -> bool:
-    if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-        return weight.numel() == 1
+    if isinstance(weight, str):
+        return False
+    if isinstance(weight, torch.Tensor):
+        weight = weight.detach()
+        if weight.device.type != "cpu":
+            return weight.numel() == 1
     try:
         return math.isfinite(value := float(weight)) and value >= 0
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def multiply_all(tensors: list[torch.Tensor], factor: Divisor) -> None:
-    """Multiply tensors in place by a number; of a DTensor, this rank's part."""
-    import sys
-
-    module = sys.modules.get("torch.distributed.tensor")
-    local = [each.to_local() if module is not None and isinstance(each, module.DTensor) else each for each in tensors]
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for tensor in local:
-        groups.setdefault((tensor.device, tensor.dtype, tensor.layout), []).append(tensor)
-    with torch.no_grad():
-        for (device, dtype, layout), group in groups.items():
-            own = factor.to(device=device, dtype=dtype) if isinstance(factor, torch.Tensor) else factor
-            if layout is torch.strided:
-                torch._foreach_mul_(group, own)
-            else:
-                for tensor in group:
-                    tensor.mul_(own)

@@ -130,6 +130,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 f"{type(self.optimizer).__name__}.step(closure) cannot be combined with fp16: the scaler must see the gradients "
                 "before the step. Use mixed_precision='bf16' or 'no', or step without a closure."
             )
+        if not any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+            # Nothing to unscale or to look at, which the scaler takes for an error; without a scaler it is none.
+            self.step_was_skipped = False
+            return self.optimizer.step()
         ran: list[bool] = []
         watch = self.optimizer.register_step_post_hook(lambda *_: ran.append(True))
         try:

@@ -16,7 +16,7 @@ class AcceleratedScheduler:
 
     Each call of `step` advances the schedule by the number of processes (every process consumes a batch of its own), by 1 if
     `split_batches` (the processes share a batch), and not at all inside an accumulation window or after a skipped step.
-    Schedulers that are driven by a metric advance once per call.
+    Schedulers that are driven by a metric advance once per call, but for calls inside a window.
 
     Args:
         scheduler: the user's scheduler.
@@ -46,7 +46,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState() if gradient_state is None else gradient_state
         size = process.current().size if num_processes is None else num_processes
-        once = split_batches or unit == "update" or isinstance(scheduler, ReduceLROnPlateau)
+        self._takes_metric = isinstance(scheduler, ReduceLROnPlateau)
+        once = split_batches or unit == "update" or self._takes_metric
         self._steps_per_call = 1 if once else size
 
     @property
@@ -56,20 +57,21 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizers have stepped."""
-        if not self.step_with_optimizer:
+        state = self.gradient_state
+        # After an epoch a metric counts, also if the epoch has left a window open, or if its last step was skipped.
+        by_metric = self._takes_metric and (state.sync_gradients or not state.running)
+        if by_metric or not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients:
+        if not state.sync_gradients:
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        scheduler = self.scheduler
-        total = getattr(scheduler, "total_steps", None)
         for _ in range(self._steps_per_call):
             # A schedule with a fixed end stays at its last rate: torch's would bounce back, then raise.
-            if total is None or scheduler.last_epoch < total - 1:
-                scheduler.step(*args, **kwargs)
+            if not _is_over(self.scheduler):
+                self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """The current learning rates, one per parameter group."""
@@ -102,3 +104,14 @@ class AcceleratedScheduler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.gradient_state = GradientState()
+
+
+def _is_over(scheduler: Any) -> bool:
+    """Whether a schedule, or what it is put together from, has an end and has come to it."""
+    total = getattr(scheduler, "total_steps", None)
+    if total is not None:
+        return bool(scheduler.last_epoch >= total - 1)
+    parts = getattr(scheduler, "_schedulers", ())  # of a SequentialLR or a ChainedScheduler
+    if parts and (milestones := getattr(scheduler, "_milestones", ())):
+        parts = parts[-1:] if scheduler.last_epoch >= milestones[-1] else ()
+    return any(map(_is_over, parts))

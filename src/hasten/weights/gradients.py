@@ -29,6 +29,9 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
 
     Returns:
         The norm before, without dimensions; 0 if there is no gradient.
+
+    Raises:
+        ValueError: a `norm_type` that is not above 0, with DTensors.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -49,6 +52,8 @@ def clip_grad_value_(parameters: Any, clip_value: float) -> None:
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
     if not _any_spread(gradients):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
         return
@@ -94,6 +99,11 @@ def _plain_norm(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.
 
 def _mixed_norm(gradients: list[Any], norm_type: float) -> torch.Tensor:
     """The norm over groups of gradients that lie on one mesh each, or on none."""
+    if not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_(norm_type={norm_type}): some gradients are DTensors, whose norms can only be put together for a "
+            "`norm_type` above 0, or inf."
+        )
     groups: dict[Any, list[Any]] = {}
     for gradient in gradients:
         groups.setdefault(gradient.device_mesh if _is_spread(gradient) else None, []).append(gradient)
