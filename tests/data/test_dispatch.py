@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,3 +338,50 @@ def test_a_pass_goes_on_with_another_number_of_ranks(tmp_path: Path):
     for ranks, steps in ((2, 2), (3, 1), (2, None)):
         seen += run_ranks(on_other_ranks, ranks, str(tmp_path), steps)[0]
     assert sorted(seen) == list(range(23))
+
+
+# ---- samples that are no rows of an array ----
+
+
+class Pictures(Numbers):
+    """Another number of boxes in each."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((index % 5, 4), index), index
+
+
+LISTED: dict[str, tuple[Any, Any]] = {
+    "records": (
+        lambda samples: [{"boxes": boxes, "n": number} for boxes, number in samples],
+        lambda batch: [(item["boxes"], item["n"]) for item in batch],
+    ),
+    "pairs": (list, lambda batch: batch),
+    "zipped": (lambda samples: tuple(zip(*samples, strict=True)), lambda batch: list(zip(*batch, strict=True))),
+    "mapping": (
+        lambda samples: {"boxes": [each[0] for each in samples], "n": torch.tensor([each[1] for each in samples])},
+        lambda batch: list(zip(batch["boxes"], batch["n"].tolist(), strict=True)),
+    ),
+}
+
+
+def listed() -> list[Any]:
+    """What went wrong, over all combinations."""
+    wrong = []
+    for kind, (collate, samples_of) in LISTED.items():
+        for size, batch_size in itertools.product((1, 2, 5, 7), (1, 2, 3)):
+            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+            loader = accelerator.prepare(DataLoader(Pictures(size), batch_size=batch_size, collate_fn=collate))
+            seen: list[int] = []
+            for batch in loader:
+                samples = samples_of(batch)
+                if any(boxes.tolist() != [[number] * 4] * (number % 5) for boxes, number in samples):
+                    wrong.append(f"{kind} {size=} {batch_size=}: {samples}")
+                seen += accelerator.gather_for_metrics([number for _, number in samples])
+            if seen != list(range(size)):
+                wrong.append(f"{kind} {size=} {batch_size=}: {seen}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_samples_in_lists_stay_whole_and_count_once(ranks: int):
+    assert run_ranks(listed, ranks, timeout=60) == [[]] * ranks

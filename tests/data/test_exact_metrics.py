@@ -1,6 +1,7 @@
 """`gather_for_metrics` over a prepared loader is the dataset, in order, whatever the loader and the results are."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hasten import Accelerator, DataLoaderConfiguration
-from hasten.collectives.verify import DistributedOperationException
+from hasten.collectives.metrics import gather_for_metrics
+from hasten.world.agreement import DistributedOperationException
+from hasten.world.process import start
 from tests.data.scenarios import Numbers
 from tests.ranks import run_ranks
 
@@ -113,3 +116,17 @@ def test_ends_of_different_lengths() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_is_the_dataset(ranks: int, kind: str) -> None:
     assert run_ranks(evaluate, ranks, kind, timeout=120) == [[]] * ranks
+
+
+def uneven_on_a_device() -> tuple[str, list[int]]:
+    from tests.simulated_device import install
+
+    install("npu")
+    loader = SimpleNamespace(end_of_dataloader=True, remainder=0, has_uneven_rows=True)
+    rank = start(cpu=True).rank
+    found = gather_for_metrics({"x": torch.full((rank + 1,), rank).to("npu")}, loader)
+    return str(found["x"].device), found["x"].tolist()
+
+
+def test_what_has_different_lengths_comes_back_to_the_device() -> None:
+    assert run_ranks(uneven_on_a_device, 2, fresh=True) == [("npu:0", [0, 1, 1])] * 2

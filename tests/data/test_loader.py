@@ -219,6 +219,22 @@ def test_streams_that_shard_themselves_are_asked_to():
     assert isinstance(few.dataset, IterableDatasetShard)
 
 
+def test_the_number_of_sources_by_both_names():
+    class Sources(Stream):
+        def shard(self, num_shards: int, index: int) -> Any:
+            return ("part", num_shards, index)
+
+    for names, asked in (
+        ({"num_shards": 4}, True),
+        ({"n_shards": None}, False),
+        ({"n_shards": 1, "num_shards": 4}, False),
+    ):
+        data = Sources()
+        data.__dict__.update(names)
+        loader = prepared(DataLoader(data, batch_size=2), num_processes=2, process_index=0)
+        assert (loader.dataset == ("part", 2, 0)) == asked
+
+
 # ---- one model on several ranks ----
 
 
@@ -259,6 +275,11 @@ def test_ranks_of_one_model_get_the_same_batches():
 def test_bad_settings(loader: Any, settings: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         prepared(loader, num_processes=3, process_index=0, **settings)
+
+
+def test_a_process_that_is_none_of_the_processes():
+    with pytest.raises(ValueError, match="process_index=2: with num_processes=2 it must be one of 0 to 1"):
+        prepared(DataLoader(Numbers()), num_processes=2, process_index=2)
 
 
 def test_splitting_uses_the_size_of_a_batch_sampler():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from hasten.data.dispatch import DataLoaderDispatcher
+from hasten.data.lineage import counts_in_parts
 from hasten.data.prepared import PreparedLoader
 from hasten.data.samplers import SeedableRandomSampler
 from hasten.data.shard import BatchSamplerShard, IterableDatasetShard
@@ -103,6 +104,11 @@ def describe(loader: PreparedLoader) -> EpochContract:
             )
         elif not isinstance(loader, DataLoaderDispatcher):
             notes.append("Each rank reads its own sources, so that the ranks may have different numbers of samples.")
+            if counts_in_parts(loader.dataset):
+                notes.append(
+                    "`take` and `skip` count in each rank's part: the samples are others than those of the whole stream. For the "
+                    "same ones on any number of ranks set `dispatch_batches=True`, without workers."
+                )
     return EpochContract(
         dataset=type(loader.whole_dataset).__name__,
         samples=_samples(loader),

@@ -19,6 +19,7 @@ from hasten.collectives.wire import wire_of
 from hasten.data.package import Buffer, Package
 from hasten.world.process import World
 
+_NAME = "the next step of a dispatched loader"
 _OBJECT, _END, _ERROR = range(3)
 _LEAST = 4 << 10  # bytes of the first scatter: fewer would not be faster
 _REMEMBERED = 8  # sizes
@@ -55,6 +56,7 @@ class Delivery:
         self._moves = wire.device.type != "cpu"
         self._expected = _LEAST
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+        self._under_way: tuple[list[Any], list[Buffer]] = [], []
         self._buffers: deque[Buffer] = deque(maxlen=_KEPT * (1 if self.rank else world.size - 1))
 
     def _expect_after(self, nbytes: int) -> int:
@@ -102,20 +104,32 @@ class Delivery:
         return Message([written[id(package)] for package in packages], nbytes, self._expect_after(nbytes))
 
     def send(self, message: Message) -> None:
-        """Send a message, and wait until it has arrived."""
-        self._scatter(message.buffers, 0, message.expected)
+        """Begin to send a message, when the one before has arrived. The next one can be made while this one travels."""
+        self.settle()
+        works = [self._begin(message.buffers, 0, message.expected)]
         if message.nbytes > message.expected:
-            self._scatter(message.buffers, message.expected, message.nbytes)
-        for buffer in {id(buffer): buffer for buffer in message.buffers}.values():
+            works.append(self._begin(message.buffers, message.expected, message.nbytes))
+        self._under_way = works, message.buffers
+
+    def settle(self) -> None:
+        """Wait until what was sent has arrived."""
+        (works, buffers), self._under_way = self._under_way, ([], [])
+        for work in works:
+            self.wire.arrivals.wait(work)
+        for buffer in {id(buffer): buffer for buffer in buffers}.values():
             self._keep(buffer)
 
-    def _scatter(self, buffers: list[Buffer], start: int, end: int) -> None:
+    def _begin(self, buffers: list[Buffer], start: int, end: int) -> Any:
         sent = [buffer.part(start, end) for buffer in buffers]
         if self._moves:
             moved = {id(buffer): part.to(self.wire.device) for buffer, part in zip(buffers, sent, strict=True)}
             sent = [moved[id(buffer)] for buffer in buffers]
         # Rank 0 gets nothing: a part that it has already.
-        dist.scatter(sent[0], [sent[0], *sent], group_src=0, group=self.wire.group)
+        return self._scatter(sent[0], [sent[0], *sent])
+
+    def _scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> Any:
+        self.wire.arrivals.begin(_NAME)
+        return dist.scatter(own, parts, group_src=0, group=self.wire.group, async_op=True)
 
     def send_end(self) -> None:
         """Say that nothing more will come."""
@@ -132,6 +146,7 @@ class Delivery:
 
     def _send_to_all(self, item: Any, kind: int) -> None:
         self.send(self.message([Package(item)] * (self.wire.size - 1), 0, kind))
+        self.settle()
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -161,4 +176,4 @@ class Delivery:
         return item, header.note
 
     def _receive_into(self, part: torch.Tensor) -> None:
-        dist.scatter(part, None, group_src=0, group=self.wire.group)
+        self.wire.arrivals.wait(self._scatter(part, None))

@@ -20,7 +20,7 @@ from hasten.data.randomness import ALL, Glance, capture, rewound
 from hasten.data.read_ahead import ReadAhead
 from hasten.data.resume import Count
 from hasten.data.shard import data_part
-from hasten.data.steps import Steps
+from hasten.data.steps import Step, Steps
 from hasten.world.process import World, current
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _finish(self, **fields: Any) -> None:
         missing = {} if "read_ahead" in self.__dict__ else {"read_ahead": False}
         super()._finish(**{**missing, **fields})
+        self._real, self._uneven = 0, (False, False)
 
     @property
     def _world(self) -> World:
@@ -124,6 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
             split=self.split_batches,
             drop_last=self._drop_last,
             batch_size=getattr(self.indices.batches, "batch_size", self.batch_size),
+            samples=None if self.is_iterable else self._samples_per_pass(),
             slice_fn=self.slice_fn,
         )
 
@@ -141,6 +143,15 @@ class DataLoaderDispatcher(PreparedLoader):
             self._first_batch()  # an uninterrupted run loaded it first, with what it draws
 
     # -- reading and sending -----------------------------------------------------------------------------------------
+
+    def _note(self, real: int, uneven: bool) -> None:
+        """Remember what is known of the rows that have come, and of those before, which are in the loop's body now."""
+        self._real, self._uneven = real, (self._uneven[1], uneven)
+
+    @property
+    def has_uneven_rows(self) -> bool:
+        """Whether the ranks' batches in the loop's body have different lengths."""
+        return self._uneven[self.end_of_dataloader]
 
     def _deliveries(self, skip: int) -> Iterator[Any]:
         self._real = 0
@@ -178,34 +189,42 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
         return self._first
 
-    def _sent(self, steps: Iterator[tuple[list[Any], int]]) -> Iterator[Any]:
+    def _sent(self, steps: Iterator[Step]) -> Iterator[Any]:
         """Rank 0's own batches, after the others' are sent."""
         delivery = Delivery(self._world)
         packed = self._packed(steps, delivery)
         with closing(self._ahead(packed) if self.read_ahead else packed) as packed:
-            while True:
-                try:
-                    step = next(packed, None)
-                except Exception as error:
-                    delivery.send_error(error)
-                    raise
-                if step is None:
-                    delivery.send_end()
-                    return
-                own, message, self._real = step
-                delivery.send(message)
-                del message, step
-                yield own
+            try:
+                yield from self._send_each(packed, delivery)
+            finally:
+                delivery.settle()
+
+    def _send_each(self, packed: Iterator[tuple[Any, Message, int, bool]], delivery: Delivery) -> Iterator[Any]:
+        while True:
+            try:
+                step = next(packed, None)
+            except Exception as error:
+                delivery.send_error(error)
+                raise
+            if step is None:
+                delivery.send_end()
+                return
+            own, message, real, uneven = step
+            self._note(real, uneven)
+            delivery.send(message)
+            del message, step
+            yield own
 
     def _packed(
-        self, steps: Iterator[tuple[list[Any], int]], delivery: Delivery
-    ) -> Generator[tuple[Any, Message, int], None, None]:
-        """For each step rank 0's own batch, the message to the others, and how many rows are not repeated ones."""
+        self, steps: Iterator[Step], delivery: Delivery
+    ) -> Generator[tuple[Any, Message, int, bool], None, None]:
+        """For each step rank 0's own batch, the message to the others, and what is known of the rows."""
         ranks = self._world.size
         wanted = [rank * self.parts // ranks for rank in range(1, ranks)]
-        for parts, real in steps:
+        for parts, real, uneven in steps:
             packages = {part: Package(parts[part]) for part in set(wanted)}
-            yield parts[0], delivery.message([packages[part] for part in wanted], real), real
+            note = real << 1 | uneven
+            yield parts[0], delivery.message([packages[part] for part in wanted], note), real, uneven
 
     def _ahead(self, items: Iterator[T]) -> Generator[T, None, None]:
         """The same items, read in a thread from the third on, if that makes no difference."""
@@ -237,7 +256,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _received(self) -> Iterator[Any]:
         delivery = Delivery(self._world)
         while (item := delivery.receive()) is not None:
-            batch, self._real = item
+            batch, note = item
+            self._note(note >> 1, bool(note & 1))
             yield batch
 
     def _count(self) -> Count:

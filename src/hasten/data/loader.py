@@ -38,6 +38,7 @@ def prepare_data_loader(
     sharding: str = "auto",
     resume: str = "order",
     read_ahead: bool = False,
+    move_ahead: bool = False,
 ) -> DataLoader[Any]:
     """Make a loader that gives each rank its part of the batches of `dataloader`.
 
@@ -66,6 +67,8 @@ def prepare_data_loader(
         sharding, resume: see `DataLoaderConfiguration`.
         read_ahead: with `dispatch_batches`, rank 0 reads the next step in a thread while the loop's body runs; see
             `DataLoaderDispatcher`. Loaders that each rank reads itself are not touched; `num_workers` reads ahead for them.
+        move_ahead: with `put_on_device`, copy the next batch on a stream of its own while the loop's body runs; see
+            `DataLoaderConfiguration`.
 
     Raises:
         ValueError: the settings contradict each other or the loader; the message says how to change them.
@@ -74,7 +77,10 @@ def prepare_data_loader(
         raise ValueError(f"A torch DataLoader is needed, this is a {type(dataloader).__name__}.")
     world = current() if world is None else world
     ranks = world.size if num_processes is None else num_processes
-    part, parts = data_part(world.rank if process_index is None else process_index, ranks, torch_device_mesh)
+    rank = world.rank if process_index is None else process_index
+    if not 0 <= rank < ranks:
+        raise ValueError(f"process_index={rank}: with num_processes={ranks} it must be one of 0 to {ranks - 1}.")
+    part, parts = data_part(rank, ranks, torch_device_mesh)
     how = choose_sharding(dataloader, sharding, parts) if parts > 1 else SHARD
     if split_batches and how == SHARD:
         check_divisible(_batch_size(dataloader), parts, "a `DataLoader`")
@@ -86,6 +92,7 @@ def prepare_data_loader(
         "progress": Progress(),
         "_drop_last": _drops_last(dataloader),
         "_non_blocking": non_blocking,
+        "move_ahead": move_ahead,
         "world": world,
     }
     if _dispatches(dataloader, dispatch_batches, put_on_device, how):
@@ -193,19 +200,23 @@ def _index_part(
     return {"sampler": SamplerShard(sampler, parts, part, even)}
 
 
+def _sources(dataset: Any) -> int:
+    """Of how many sources a stream says that it is made, by the older or the newer name of Hugging Face datasets."""
+    numbers = [getattr(dataset, name, None) for name in ("n_shards", "num_shards")]
+    return next((number for number in numbers if isinstance(number, int)), 0)
+
+
 def _stream_part(
     dataloader: DataLoader[Any], replaced: dict[str, Any], part: int, parts: int, split: bool, even: bool
 ) -> dict[str, Any]:
     """What of a loader is replaced so that it reads its part of an iterable dataset."""
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
-    if (
-        not split and hasattr(dataset, "shard") and getattr(dataset, "n_shards", 0) >= parts
-    ):  # it reads its sources only
+    if not split and hasattr(dataset, "shard") and _sources(dataset) >= parts:  # it reads its sources only
         return {"dataset": dataset.shard(num_shards=parts, index=part)}
     shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, parts, part, split)
-    if dataloader.num_workers == 1:
-        shard.share()
+    if dataloader.num_workers:
+        shard.share(dataloader.num_workers)
     if not split or size is None:
         return {"dataset": shard}
     own = size // parts

@@ -159,6 +159,6 @@ class Order:
         assert wire is not None
         seed = list(sampler.initial_seed.to_bytes(9, "little", signed=True))
         sent = torch.tensor(seed, dtype=torch.uint8, device=wire.device)
-        wire.broadcast(sent, 0)
+        wire.broadcast(sent, 0, name="the seed of a sampler")
         sampler.initial_seed = int.from_bytes(bytes(sent.tolist()), "little", signed=True)
         sampler.is_shared = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,3 +111,140 @@ def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
     if isinstance(like, Mapping):
         return honor_mapping(like, parts)
     return honor_dataclass(like, parts)
+
+
+class Form:
+    """How batches are made of rows: here, their arrays and lists of plain values have a row for each."""
+
+    def count(self, batch: Any) -> int | None:
+        """The rows of a batch; None if they are unknown."""
+        return count_rows(batch)
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """One batch with the rows of all.
+
+        Raises:
+            NotRowsError: that is impossible.
+        """
+        return join(batches)
+
+    def cut(self, batch: Any, rows: slice) -> Any:
+        """A batch with some of the rows."""
+        return cut(batch, rows)
+
+
+ROWS = Form()
+
+
+class Columns(Form):
+    """Batches that are known by a complete one: which parts of it have a row for each sample.
+
+    Args:
+        tree: True for a part that has, a dictionary for a container with such parts, False for anything else.
+        divides: whether nothing else depends on the samples.
+    """
+
+    def __init__(self, tree: Any, divides: bool) -> None:
+        self.tree = tree
+        self.divides = divides
+
+    def count(self, batch: Any) -> int | None:
+        """The rows of a batch; None if they are unknown."""
+        return _first_length(batch, self.tree)
+
+    def join(self, batches: Sequence[Any]) -> Any:
+        """One batch with the rows of all."""
+        if not self.divides:
+            raise NotRowsError("The arrays of a batch have different lengths.")
+        try:
+            return _join_columns(batches, self.tree)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise NotRowsError(str(error)) from error
+
+    def cut(self, batch: Any, rows: slice) -> Any:
+        """A batch with some of the rows."""
+        return _walk_columns(batch, self.tree, lambda column: column[rows])
+
+
+def form_of(batch: Any, size: int | None) -> Form:
+    """The form of a pass's batches.
+
+    Args:
+        batch: the first one.
+        size: the samples of a complete batch, if they are known.
+    """
+    lengths = set(_lengths(batch))
+    tree = False if size is None else _tree(batch, size)
+    if _has_column(tree):
+        return Columns(tree, divides=not set(_lengths(batch, tree)))
+    return ROWS if len(lengths) <= 1 else Columns(False, divides=False)
+
+
+def _tree(value: Any, size: int) -> Any:
+    if _is_array(value):
+        return value.ndim > 0 and len(value) == size
+    if type(value) in (list, tuple) and len(value) == size and not _are_columns(value, size):
+        return True  # an item for each sample, as `collate_fn=list` makes it
+    parts = _parts(value)
+    return False if parts is None else {key: _tree(part, size) for key, part in parts}
+
+
+def _are_columns(items: Sequence[Any], size: int) -> bool:
+    """Whether these are as many columns as there are samples: of a complete batch, or lists of one that is shorter."""
+    if not all(_is_array(item) or _is_list_of_one_kind(item) for item in items):
+        return False
+    lengths = {len(item) if not _is_array(item) or item.ndim else -1 for item in items}
+    return lengths == {size} or (len(lengths) == 1 and max(lengths) < size and not any(map(_is_array, items)))
+
+
+def _is_list_of_one_kind(item: Any) -> bool:
+    return type(item) in (list, tuple) and len(set(map(type, item))) == 1
+
+
+def _has_column(tree: Any) -> bool:
+    return any(map(_has_column, tree.values())) if isinstance(tree, dict) else tree
+
+
+def _lengths(value: Any, tree: Any = False) -> Iterator[int]:
+    """The first dimensions of all arrays that are no columns of the tree."""
+    if tree is True:
+        return
+    if _is_array(value):
+        if value.ndim:
+            yield int(value.shape[0])
+    elif not _is_column(value):
+        for key, part in _parts(value) or ():
+            yield from _lengths(part, tree.get(key, False) if isinstance(tree, dict) else False)
+
+
+def _first_length(value: Any, tree: Any) -> int | None:
+    if tree is True:
+        return len(value)
+    if isinstance(tree, dict):
+        for key, part in _parts(value) or ():
+            length = _first_length(part, tree.get(key, False))
+            if length is not None:
+                return length
+    return None
+
+
+def _join_columns(values: Sequence[Any], tree: Any) -> Any:
+    first = values[0]
+    if tree is True:
+        return _merge(values, list(map(count_rows, values))) if _is_array(first) else honor_type(first, chain(*values))
+    if not _has_column(tree):
+        return first
+    parts = [dict(_parts(value) or ()) for value in values]
+    if any(part.keys() != tree.keys() for part in parts):
+        raise NotRowsError("The batches have different fields.")
+    return _rebuild(first, {key: _join_columns([part[key] for part in parts], tree[key]) for key in tree})
+
+
+def _walk_columns(value: Any, tree: Any, change: Callable[[Any], Any]) -> Any:
+    if tree is True:
+        return change(value)
+    if not isinstance(tree, dict):
+        return value
+    return _rebuild(
+        value, {key: _walk_columns(part, tree.get(key, False), change) for key, part in _parts(value) or ()}
+    )

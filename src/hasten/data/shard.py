@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from hasten.data.samplers import draw_order
 
@@ -273,6 +273,9 @@ class SamplerShard:
         return len(self.batch_sampler)
 
 
+_NOTHING = -1  # the samples of a reader that found none, and the epoch if none was chosen
+
+
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's part of an iterable dataset: each rank reads the stream and keeps its own slice of every global batch.
 
@@ -307,19 +310,35 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.epoch = 0
         self.offset = 0  # samples of the stream that the next pass leaves out before it shares out the rest
-        # A tensor, because its memory can be shared with a worker process that reads in this one's place.
-        self._real = torch.zeros((), dtype=torch.int64)
+        # Tensors, because their memory can be shared with the worker processes that read in this one's place.
+        self._epoch = torch.tensor(_NOTHING)
+        self._real = torch.zeros(1, dtype=torch.int64)  # of each reader
 
-    def share(self) -> None:
-        """Let a worker process report the length of the last global batch to this one."""
-        self._real.share_memory_()
+    def share(self, workers: int) -> None:
+        """Let worker processes report the length of the last global batch to this one, and see the epoch also if they are kept."""
+        self._epoch.share_memory_()
+        self._real = torch.zeros(workers, dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass."""
+        return max(0, int(self._epoch))
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch.fill_(value)
 
     @property
     def real(self) -> int:
-        """Samples of the last global batch that are not repeated ones, once the stream has ended; 0 if all are real."""
-        return int(self._real)
+        """Samples of the last global batch that are not repeated ones, once the stream has ended; 0 if all are real.
+
+        -1 if several workers have read and repeated, each at its own end.
+        """
+        found = [real for real in self._real.tolist() if real != _NOTHING]
+        if not any(found):
+            return 0
+        return found[0] if len(found) == 1 else -1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, also of the dataset if it has epochs."""
@@ -348,16 +367,20 @@ class IterableDatasetShard(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
         own, round_size = self._own_size, self.round_size
         begin, end = self.process_index * own, (self.process_index + 1) * own
-        self._real.fill_(0)
+        worker = get_worker_info()
+        if worker is not None and self._epoch != _NOTHING and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)  # a worker that is kept has not heard of it
+        real = self._real[0 if worker is None or len(self._real) == 1 else worker.id]
         samples = iter(self.dataset)
         first = list(islice(samples, round_size))
+        real.fill_(0 if first else _NOTHING)
         offset, self.offset = self.offset, 0  # a worker that is kept must not leave it out again
         chunk = _after(first, samples, offset)
         while len(chunk) == round_size:
             yield from chunk[begin:end]
             chunk = list(islice(samples, round_size))
         if chunk and not self.drop_last:
-            self._real.fill_(len(chunk))
+            real.fill_(len(chunk))
             chunk += islice(cycle(list(first)), round_size - len(chunk))
             yield from chunk[begin:end]
 

@@ -70,6 +70,18 @@ class DataLoaderShard(PreparedLoader):
         return batches if isinstance(batches, BatchSamplerShard) else None
 
     @property
+    def even_batches(self) -> bool | None:
+        """Whether the ranks get equally many full batches; None where the data is a stream, or not shared out by batches."""
+        shard = self._shard
+        return shard.even_batches if isinstance(shard, BatchSamplerShard) else None
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        shard = self._shard
+        assert isinstance(shard, BatchSamplerShard)
+        shard.even_batches = value
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples of a step over all ranks; None if batches have no fixed size."""
         shard = self._shard
@@ -92,6 +104,10 @@ class DataLoaderShard(PreparedLoader):
         count = super()._count()
         ranks = getattr(sampler, "num_replicas", 1) if count.what == "samples" else 1
         return Count(count.what, count.per_step * ranks)
+
+    def _read_size(self) -> int:
+        shard = self._shard
+        return shard.round_size if isinstance(shard, IterableDatasetShard) else super()._read_size()
 
     def _leave_out(self, offset: int) -> None:
         shard, sampler = self._shard, get_sampler(self)
@@ -144,10 +160,14 @@ class DataLoaderShard(PreparedLoader):
         return max(0, sampler.total_size - self.total_dataset_length) if dealt else 0
 
     @property
-    def has_uneven_end(self) -> bool:
-        """Whether the ranks' last batches may have different lengths."""
+    def has_uneven_rows(self) -> bool:
+        """Whether the ranks' batches in the loop's body may have different lengths."""
+        if self._drop_last:
+            return False
+        if self._is_own_part():  # each worker ends with a shorter batch
+            return self.end_of_dataloader or (self.is_iterable and self.num_workers > 1)
         shard = self._shard
-        return isinstance(shard, BatchSamplerShard) and not shard.even_batches and not self._drop_last
+        return self.end_of_dataloader and isinstance(shard, BatchSamplerShard) and not shard.even_batches
 
     def _remainder_at_start(self) -> int:
         shard, sampler = self._shard, get_sampler(self)
@@ -169,7 +189,5 @@ class DataLoaderShard(PreparedLoader):
         shard, before = self._shard, self._remainder_at_start()
         if self._drop_last or shard is None or before >= 0:
             return before
-        if isinstance(shard, IterableDatasetShard) and self.num_workers > 1:
-            return -1  # each worker repeats samples at its own end
         items_are_batches = self.is_iterable and self.batch_size is None
         return -1 if items_are_batches and shard.real else shard.real

@@ -176,7 +176,8 @@ def _say_that_it_reads(batches: int) -> None:
     if CONTEXT.first_time("a stream is skipped by reading"):
         logger.warning(
             "%d batches of a stream are read and dropped to go on after them: it can only be read forward. A dataset with "
-            "`state_dict` and `load_state_dict` under DataLoaderConfiguration(resume='position') goes on at once.",
+            "`state_dict` and `load_state_dict` under DataLoaderConfiguration(resume='position') goes on at once, if it does not "
+            "shuffle in a buffer.",
             batches,
         )
 

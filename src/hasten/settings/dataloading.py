@@ -28,6 +28,9 @@ class DataLoaderConfiguration:
         resume: what `load_state` restores of a loader. "order": its seed and epoch, so that `skip_first_batches(loader, n)`
             continues exactly; "position": the place in the epoch, too, and the next pass continues there by itself.
         read_ahead: with `dispatch_batches`, read the next step in a thread while the loop's body runs.
+        move_ahead: copy the next batch to the device on a stream of its own, while the device works on the batch in the loop's
+            body. Worth most with `pin_memory=True` in the loader. Devices without streams, and the CPU, move as without it, and
+            so do batches that hold objects with nothing but a `.to` of their own.
 
     Raises:
         ValueError: a setting is not one of its values.
@@ -43,6 +46,7 @@ class DataLoaderConfiguration:
     sharding: str = field(default="auto", kw_only=True)
     resume: str = field(default="order", kw_only=True)
     read_ahead: bool = field(default=False, kw_only=True)
+    move_ahead: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, allowed in (("sharding", SHARDINGS), ("resume", RESUMES)):
