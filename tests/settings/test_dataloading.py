@@ -6,7 +6,8 @@ from hasten.settings.dataloading import DataLoaderConfiguration
 
 
 def test_defaults_and_order_are_those_of_the_reference():
-    assert astuple(DataLoaderConfiguration()) == (False, None, True, False, None, False, False, "auto", "order", False)
+    theirs, ours = (False, None, True, False, None, False, False), ("auto", "order", False, False)
+    assert astuple(DataLoaderConfiguration()) == (*theirs, *ours)
     config = DataLoaderConfiguration(True, False, False, True, 5, True, True)
     assert config == DataLoaderConfiguration(
         split_batches=True, dispatch_batches=False, even_batches=False, use_seedable_sampler=True, data_seed=5,

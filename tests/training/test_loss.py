@@ -420,6 +420,15 @@ def test_windows_must_be_known():
         accelerator.backward(torch.ones((), requires_grad=True))
 
 
+def test_gradients_that_nobody_knows_can_not_be_corrected():
+    accelerator = accelerator_of("weight", 2)
+    model = TinyMLP()
+    with accelerator.accumulate(model):
+        accelerator.backward(sum_of(model, micro_batch(0, 0)), weight=2)
+    with accelerator.accumulate(model), pytest.raises(ValueError, match=r"and there are none\. Pass yours to"):
+        accelerator.backward(sum_of(model, micro_batch(0, 0)), weight=3)
+
+
 def test_an_unknown_scale():
     with pytest.raises(ValueError, match="'num_steps', 'window', 'weight'"):
         GradientAccumulationPlugin(scale="mean")

@@ -74,13 +74,22 @@ class WindowMean:
         return loss / self._held
 
     def correct(self) -> None:
-        """After the backward pass: correct what the window holds, if its divisor has turned out to be another one."""
+        """After the backward pass: correct what the window holds, if its divisor has turned out to be another one.
+
+        Raises:
+            ValueError: nobody knows whose gradients these are.
+        """
         held, final = self._held, self._final
         if held is None or final is None or held is final or (isinstance(held, float) and held == final):
             return
         self._held = final
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        multiply_all(gradients, held / final)
+        parameters = list(self.parameters())
+        if not parameters:
+            raise ValueError(
+                f"Rank {self.world.rank}: GradientAccumulationPlugin(scale={self.gradients.scale!r}) corrects the gradients of prepared "
+                "models and optimizers, and there are none. Pass yours to `accelerator.prepare`."
+            )
+        multiply_all([parameter.grad for parameter in parameters if parameter.grad is not None], held / final)
 
     def _enter_window(self) -> int:
         """How many micro-batches the window has had, with this one."""
