@@ -24,7 +24,7 @@ import torch
 from hasten import Accelerator, set_seed
 
 set_seed(3)
-accelerator = Accelerator(cpu=True, mixed_precision=MIXED, gradient_accumulation_steps=2)
+accelerator = Accelerator(cpu=True, mixed_precision=MIXED, gradient_accumulation_steps=2, scheduler_unit="process")
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

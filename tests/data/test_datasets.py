@@ -273,6 +273,31 @@ def test_the_rest_of_an_epoch_with_workers(resume: str) -> None:
             assert rest == wanted, kind
 
 
+def left(loader: Any, steps: int) -> Any:
+    """The position after a loop over it was left."""
+    passing = iter(loader)
+    for _ in range(steps):
+        next(passing)
+    passing.close()
+    return through_a_file(loader.state_dict())
+
+
+def test_a_loop_that_was_left_after_it_went_on_begins_anew() -> None:
+    again = one_rank("plain", 2, 1, "position")
+    again.load_state_dict(left(one_rank("plain", 2, 1, "position"), 4))
+    assert next(iter(again))["x"].tolist() == [8, 9]
+    assert again.iteration == 0
+    assert flat(numbers(again)) == list(range(SIZE))
+
+
+def test_a_stream_that_was_left_at_its_end_goes_to_the_next_epoch() -> None:
+    state = left(one_rank("plain", 1, 3, "position"), 4)  # of 24 places for 23 samples
+    again = one_rank("plain", 1, 5, "position")  # no whole number of its steps has been done
+    again.load_state_dict(state)
+    assert (numbers(again), again.iteration) == ([], 1)
+    assert (len(numbers(again)), again.iteration) == (3, 2)
+
+
 def test_nothing_is_read_twice_but_what_a_buffer_holds(tmp_path: Path) -> None:
     def read_after(shuffles: bool) -> int:
         log = tmp_path / str(shuffles)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten import Accelerator, DataLoaderConfiguration
 from hasten.data.dispatch import DataLoaderDispatcher
@@ -338,6 +338,33 @@ def test_a_pass_goes_on_with_another_number_of_ranks(tmp_path: Path):
     for ranks, steps in ((2, 2), (3, 1), (2, None)):
         seen += run_ranks(on_other_ranks, ranks, str(tmp_path), steps)[0]
     assert sorted(seen) == list(range(23))
+
+
+class ByLists(Dataset[int]):
+    """Gives whole batches only."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def on_after_two_steps(kind: str) -> list[Any]:
+    config = DataLoaderConfiguration(dispatch_batches=True, resume="position")
+    loaders = []
+    for _ in range(2):
+        source = DataLoader(range(7), batch_size=None) if kind == "single" else DataLoader(ByLists(), batch_size=1)
+        loaders.append(Accelerator(cpu=True, dataloader_config=config).prepare(source))
+    for number, _ in enumerate(loaders[0], 1):
+        if number == 2:
+            loaders[1].load_state_dict(loaders[0].state_dict())
+    return [torch.as_tensor(batch).reshape(-1).tolist() for batch in loaders[1]]
+
+
+@pytest.mark.parametrize("kind", ["single", "by lists"])
+def test_the_first_batch_is_loaded_again_as_the_loader_does_it(kind: str):
+    assert run_ranks(on_after_two_steps, 2, kind) == [[[4], [6]], [[5], [0]]]
 
 
 # ---- samples that are no rows of an array ----

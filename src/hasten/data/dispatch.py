@@ -184,10 +184,18 @@ class DataLoaderDispatcher(PreparedLoader):
         if self._first is None:
             # It was skipped by index; loading it now must not draw in the place of another batch.
             with rewound(capture(ALL)):
-                self._first = (self.collate_fn or default_convert)(
-                    [self.dataset[index] for index in self.indices.first]
-                )
+                self._first = self._load(self.indices.first)
         return self._first
+
+    def _load(self, indices: Any) -> Any:
+        """The batch of these indices, or the item of the one index of a loader that does not batch."""
+        if self.batch_sampler is None:
+            items = self.dataset[indices]
+        elif hasattr(self.dataset, "__getitems__"):
+            items = self.dataset.__getitems__(indices)
+        else:
+            items = [self.dataset[index] for index in indices]
+        return (self.collate_fn or default_convert)(items)
 
     def _sent(self, steps: Iterator[Step]) -> Iterator[Any]:
         """Rank 0's own batches, after the others' are sent."""

@@ -18,6 +18,14 @@ def counts_in_parts(dataset: Any) -> bool:
     return not _COUNTING.isdisjoint(_steps(dataset))
 
 
+def forget_place(dataset: Any) -> None:
+    """Let a stream that was put in a place, and has begun there, begin at its start again: it would go there in every pass of
+    the same epoch.
+    """
+    if getattr(dataset, "_starting_state_dict", None) is not None:
+        dataset._starting_state_dict = None
+
+
 def _steps(dataset: Any) -> set[str]:
     """The classes of the steps, from the sources to what is done last, by name; of other datasets none."""
     found: set[str] = set()

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten.collectives.nested import send_to_device
+from hasten.data.lineage import forget_place
 from hasten.data.order import Order
 from hasten.data.positioned import PositionedLoader
 from hasten.data.randomness import State, capture, restore, rewound
@@ -121,7 +122,7 @@ class PreparedLoader(PositionedLoader):
                 position.batches += 1
                 yield batch if hand_out is None else hand_out(batch)
             progress.position = None
-            progress.iteration += position.batches > 0
+            progress.iteration += position.batches + offset > 0
         finally:
             CONTEXT.loaders.remove(self)
             self._leave(position, outer)
@@ -178,7 +179,9 @@ class PreparedLoader(PositionedLoader):
             self.indices.holds = True
             batches = self._open(position, skip=0 if self._restore_data(resumed, position) else position.batches)
             if self.is_iterable:
-                return batches, _fetch_again(batches, ahead)
+                first = _fetch_again(batches, ahead)
+                forget_place(self.whole_dataset)
+                return batches, first
             if not self.indices.draw(self._batches_per_step(), otherwise=lambda: restore(ahead or {})):
                 return batches, next(batches, END)
             self._after_order()

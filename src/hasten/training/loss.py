@@ -86,8 +86,8 @@ class WindowMean:
         parameters = list(self.parameters())
         if not parameters:
             raise ValueError(
-                f"Rank {self.world.rank}: GradientAccumulationPlugin(scale={self.gradients.scale!r}) corrects the gradients of prepared "
-                "models and optimizers, and there are none. Pass yours to `accelerator.prepare`."
+                f"Rank {self.world.rank}: GradientAccumulationPlugin(scale={self.gradients.scale!r}) corrects the gradients of "
+                "prepared models and optimizers, and there are none. Pass yours to `accelerator.prepare`."
             )
         multiply_all([parameter.grad for parameter in parameters if parameter.grad is not None], held / final)
 
