@@ -334,3 +334,15 @@ def test_context_parallelism_that_is_off_says_so_once():
         context = accelerator.maybe_context_parallel()
     with context, accelerator.maybe_context_parallel(buffers=[], buffer_seq_dims=[]):
         pass
+
+
+def test_a_window_that_is_left_by_loading_adds_nothing_to_the_next(tmp_path):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path / "saved"))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, model.in_features)).sum())
+    assert model.weight.grad is not None
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert model.weight.grad is None

@@ -108,6 +108,9 @@ def load_state(
         folder = retention.newest(retention.folder_of_all(_project_dir(project)))
     else:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    if not session.gradients.sync_gradients:  # the window that is left behind must not add to the one that comes
+        for optimizer in session.optimizers:
+            optimizer.optimizer.zero_grad()
     _repeat_exchange_orders(session, folder)
     found = state.load(
         folder,

@@ -378,6 +378,11 @@ class Session:
                 "a rank with fewer batches ends its window earlier than the others. Use even_batches=True, the default of "
                 "DataLoaderConfiguration, or accumulate 1 step."
             )
+        if self.gradients.scale == "weight":
+            raise ValueError(
+                f'Rank {self.world.rank}: join_uneven_inputs and scale="weight" do not go together: a rank without batches '
+                "could not tell its weight. Use even_batches=True, or weights of 0 for what is repeated."
+            )
         return Join(joinables)
 
     def without_context_parallelism(self) -> AbstractContextManager[Any]:
@@ -392,6 +397,8 @@ class Session:
         """The user's own module inside a prepared one, compiled or not."""
         compiled = hasattr(model, "_orig_mod")
         inner = self.engine.unwrap(model._orig_mod if compiled else model)
+        if hasattr(inner, "_orig_mod") and not keep_torch_compile:  # compiled before it was prepared
+            inner = inner._orig_mod
         if not keep_fp32_wrapper:
             from hasten.precision import autocast
 

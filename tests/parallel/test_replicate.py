@@ -47,7 +47,10 @@ def test_it_has_the_arguments_of_the_reference_and_registers_hooks():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"comm_hook": "gzip"}, "'gzip' is not a valid DDPCommunicationHookType"),
+        (
+            {"comm_hook": "gzip"},
+            r"comm_hook=gzip is unknown; choose one of \['no', 'fp16', 'bf16', 'power_sgd', 'batched_power_sgd'\]",
+        ),
         ({"comm_wrapper": "bf16"}, "comm_wrapper=bf16 wraps a communication hook: choose a comm_hook too"),
         (
             {"comm_hook": "bf16", "comm_wrapper": "power_sgd"},
@@ -56,6 +59,11 @@ def test_it_has_the_arguments_of_the_reference_and_registers_hooks():
         (
             {"comm_hook": "fp16", "comm_state_option": {"a": 1}},
             "comm_state_option={'a': 1} is for power_sgd; fp16 takes no options",
+        ),
+        ({"comm_state_option": {"a": 1}}, "is for the hooks of PowerSGD: choose a comm_hook too"),
+        (
+            {"comm_hook": "power_sgd", "comm_state_option": {"rank": 1}},
+            "comm_state_option: rank is unknown to PowerSGD; it knows matrix_approximation_rank, ",
         ),
     ],
 )

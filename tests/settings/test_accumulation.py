@@ -23,7 +23,5 @@ def test_the_number_of_steps_is_a_whole_number_from_one(steps: Any):
 
 
 def test_what_is_not_built_is_refused():
-    with pytest.raises(
-        ValueError, match=r"adjust_scheduler=False\): only True is legal"
-    ):
+    with pytest.raises(ValueError, match=r"adjust_scheduler=False\): only True is legal"):
         GradientAccumulationPlugin(adjust_scheduler=False)

@@ -50,7 +50,16 @@ def test_every_timeout_that_was_asked_for_is_forwarded(seconds: int):
 
 def test_the_settings_of_the_hook_are_never_arguments_of_ddp():
     settings = DistributedDataParallelSettings(
-        1, False, 3, True, True, True, True, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16, {"rank": 2}
+        1,
+        False,
+        3,
+        True,
+        True,
+        True,
+        True,
+        DDPCommunicationHookType.POWER_SGD,
+        DDPCommunicationHookType.BF16,
+        {"rank": 2},
     )
     arguments = {
         "dim": 1, "broadcast_buffers": False, "bucket_cap_mb": 3, "find_unused_parameters": True, "check_reduction": True,

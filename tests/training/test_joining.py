@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten import Accelerator, DataLoaderConfiguration
+from hasten import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.plain import TinyDataset, TinyMLP
 from tests.ranks import run_ranks
 
@@ -125,3 +125,17 @@ def test_what_can_not_join_is_told():
         assert text.startswith(f"Rank {rank}: join_uneven_inputs got a TinyMLP")
     for text in run_ranks(refused, 2, 2, False):
         assert "2 accumulation steps do not go together" in text
+
+
+def with_weights() -> str:
+    plugin = GradientAccumulationPlugin(scale="weight")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = accelerator.prepare(TinyMLP())
+    with pytest.raises(ValueError, match="do not go together") as caught, accelerator.join_uneven_inputs([model]):
+        pass
+    return str(caught.value)
+
+
+def test_weights_can_not_be_joined():
+    for rank, text in enumerate(run_ranks(with_weights, 2)):
+        assert text.startswith(f'Rank {rank}: join_uneven_inputs and scale="weight"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -195,16 +196,9 @@ def register_comm_hook(settings: DistributedDataParallelSettings, model: Distrib
     Raises:
         ValueError: an unknown hook or wrapper.
     """
+    settings.check_hook()  # they may have been changed since
     hook_type = DDPCommunicationHookType(settings.comm_hook)
     if hook_type is DDPCommunicationHookType.NO:
-        if DDPCommunicationHookType(settings.comm_wrapper) is not DDPCommunicationHookType.NO:
-            raise ValueError(
-                f"comm_wrapper={settings.comm_wrapper} wraps a communication hook: choose a comm_hook too."
-            )
-        if settings.comm_state_option:
-            raise ValueError(
-                f"comm_state_option={settings.comm_state_option} is for the hooks of PowerSGD: choose a comm_hook too."
-            )
         return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -221,16 +215,13 @@ def register_comm_hook(settings: DistributedDataParallelSettings, model: Distrib
         DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
     }
     wrapper_type = DDPCommunicationHookType(settings.comm_wrapper)
-    if wrapper_type not in wrappers:
-        raise ValueError(
-            f"comm_wrapper={settings.comm_wrapper} is unknown; choose one of {[str(kind) for kind in wrappers]}."
-        )
     if hook_type in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+        known = list(inspect.signature(powerSGD_hook.PowerSGDState).parameters)[1:]
+        if unknown := sorted(set(settings.comm_state_option) - set(known)):
+            raise ValueError(
+                f"comm_state_option: {', '.join(unknown)} is unknown to PowerSGD; it knows {', '.join(known)}."
+            )
         state = powerSGD_hook.PowerSGDState(model.process_group, **settings.comm_state_option)
-    elif settings.comm_state_option:
-        raise ValueError(
-            f"comm_state_option={settings.comm_state_option} is for power_sgd; {hook_type} takes no options."
-        )
     hook = wrappers[wrapper_type](hooks[hook_type])
     # Nameless, since torch refuses hooks in bf16 by their name where there is no NCCL; gloo sums bf16 as well.
     model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))

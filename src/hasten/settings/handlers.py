@@ -69,6 +69,9 @@ class DistributedDataParallelSettings(KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, and the communication hook to register on it.
 
     Users take `DistributedDataParallelKwargs`, which can also register the hook.
+
+    Raises:
+        ValueError: an unknown hook or wrapper, or one that does not go with the other settings.
     """
 
     dim: int = 0
@@ -84,6 +87,28 @@ class DistributedDataParallelSettings(KwargsHandler):
         DDPCommunicationHookType.NO
     )
     comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_hook()
+
+    def check_hook(self) -> None:
+        """Raise if the hook's settings are not legal or contradict each other."""
+        hooks, wrappers = DDPCommunicationHookType.list(), ["no", "fp16", "bf16"]
+        for name, allowed in (("comm_hook", hooks), ("comm_wrapper", wrappers)):
+            given = getattr(self, name)
+            if str(getattr(given, "value", given)) not in allowed:
+                raise ValueError(f"{name}={given} is unknown; choose one of {allowed}.")
+        hook = DDPCommunicationHookType(self.comm_hook)
+        if hook is DDPCommunicationHookType.NO and str(getattr(self.comm_wrapper, "value", self.comm_wrapper)) != "no":
+            raise ValueError(f"comm_wrapper={self.comm_wrapper} wraps a communication hook: choose a comm_hook too.")
+        if not self.comm_state_option:
+            return
+        if hook is DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"comm_state_option={self.comm_state_option} is for the hooks of PowerSGD: choose a comm_hook too."
+            )
+        if hook not in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+            raise ValueError(f"comm_state_option={self.comm_state_option} is for power_sgd; {hook} takes no options.")
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")

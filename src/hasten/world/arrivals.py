@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import torch
+
 from hasten.world.agreement import ORDER, grouped
 
 if TYPE_CHECKING:
@@ -37,7 +39,11 @@ _DEFAULT = timedelta(minutes=30)
 _SHOWN = 160  # characters of the backend's own text
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Between a user's `with` statement or decorator and this package.
-_BETWEEN = (_PACKAGE, os.path.join(os.path.dirname(os.__file__), "contextlib.py"))
+_BETWEEN = (
+    _PACKAGE,
+    os.path.join(os.path.dirname(os.__file__), "contextlib.py"),
+    os.path.join(os.path.dirname(torch.__file__), "utils", "_contextlib.py"),
+)
 
 
 class MissingProcessError(RuntimeError):
