@@ -339,7 +339,7 @@ def test_context_parallelism_that_is_off_says_so_once():
 def test_a_window_that_is_left_by_loading_adds_nothing_to_the_next(tmp_path):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = linear()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.save_state(str(tmp_path / "saved"))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, model.in_features)).sum())
