@@ -142,3 +142,36 @@ def test_every_sample_once_in_one_order(build, size, plan, same_batch, seedable)
     alone, _, _ = go_on(ranks_of(build, size, 2, 1, None, 7, **config), None, 7)
     if build is not ragged and plan[0][0] == 1:
         assert seen == alone
+
+
+def in_last_batch(build: Any, batch: int = 4, **options: Any) -> list[Any]:
+    """The positions of two ranks in the second step of three, in which the last one has its last batch."""
+    states = []
+    for loader in ranks_of(build, 18, batch, 2, None, 7, even_batches=False, **options):
+        passing = iter(loader)
+        for _ in range(2):
+            next(passing)
+        states.append(through_a_file(loader.state_dict()))
+        passing.close()
+    return states
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [((2, 4), [[[16, 17]], []]), ((3, 4), [[[16, 17]], [], []]), ((2, 1), [[[16]], [[17]]]), ((1, 1), [[[16], [17]]])],
+)
+def test_ranks_that_end_one_step_earlier_go_on_in_the_same_pass(now: tuple[int, int], expected: list[Any]):
+    states = in_last_batch(sequential)
+    assert [state["status"] for state in states] == ["running", "running"]
+    loaders = ranks_of(sequential, 18, now[1], now[0], states, 7, even_batches=False)
+    assert [loader.iteration for loader in loaders] == [0] * now[0]
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == expected
+    assert [loader.iteration for loader in loaders] == [1] * now[0]
+
+
+@pytest.mark.parametrize(("size", "status"), [(8, "running"), (10, "ending")])  # five batches, and six
+def test_whole_batches_of_a_sampler_that_end_one_step_earlier(size: int, status: str):
+    batches = list(Ragged(size))
+    options = {"num_processes": 2, "process_index": 1, "even_batches": False, "use_stateful_dataloader": True}
+    loader: Any = prepare_data_loader(DataLoader(Numbers(size), batch_sampler=batches), **options)
+    assert [loader.state_dict()["status"] for _ in loader][-1] == status

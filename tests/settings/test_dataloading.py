@@ -23,6 +23,22 @@ def test_unknown_values_are_refused(name, allowed):
         DataLoaderConfiguration(**{name: "no"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("even_batches", "no"),
+        ("split_batches", None),
+        ("dispatch_batches", "auto"),
+        ("move_ahead", "yes"),
+        ("data_seed", "x"),
+    ],
+)
+def test_what_is_no_switch_or_number_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"DataLoaderConfiguration\({name}={value!r}\): it must be"):
+        DataLoaderConfiguration(**{name: value})
+    DataLoaderConfiguration(dispatch_batches=None, even_batches=0, data_seed=3)  # type: ignore[arg-type]
+
+
 def test_what_the_reference_does_not_have_is_given_by_name():
     with pytest.raises(TypeError):
         DataLoaderConfiguration(False, None, True, False, None, False, False, "shard")  # type: ignore[misc]

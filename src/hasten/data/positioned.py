@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, Sampler
 from hasten.data.lineage import loses_samples
 from hasten.data.order import Order
 from hasten.data.randomness import State
-from hasten.data.resume import Count, Progress
+from hasten.data.resume import ENDING, RUNNING, Count, Progress
 from hasten.data.samplers import SeedableRandomSampler, get_sampler, set_sampler
 from hasten.data.skippable import SkippableLoader
 from hasten.world import torch_private
@@ -57,6 +57,8 @@ class PositionedLoader(SkippableLoader):
         order, count = self._order_now(), self._count()
         state["counts"], state["done"] = count.what, state["offset"] + state["batches"] * count.per_step
         state["samples"] = self._samples_after(state["done"], count)
+        if state["status"] == ENDING and self._others_go_on(state["done"], count):
+            state["status"] = RUNNING  # the ranks must agree on the pass in which they go on
         state["batch"], state["reading"] = self._batch_of(count), self._reading()
         state["length"] = self._length()
         state["ranks"], state["is_own_part"] = (self.world or current()).size, self._is_own_part()
@@ -115,6 +117,10 @@ class PositionedLoader(SkippableLoader):
             return Count("samples", batches.batch_size)
         single = self.batch_sampler is None and not isinstance(batches, BatchSampler)
         return Count("samples" if single else "batches", 1)
+
+    def _others_go_on(self, done: int, count: Count) -> bool:
+        """Whether other ranks have batches after so much of a pass, the end of which is this rank's last batch."""
+        return False
 
     def _samples_after(self, done: int, count: Count) -> int:
         """The samples that so much of a pass has, those of all ranks, repeated ones not counted; -1 if unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -104,6 +105,15 @@ class DataLoaderShard(PreparedLoader):
         count = super()._count()
         ranks = getattr(sampler, "num_replicas", 1) if count.what == "samples" else 1
         return Count(count.what, count.per_step * ranks)
+
+    def _others_go_on(self, done: int, count: Count) -> bool:
+        shard = self._shard
+        if not isinstance(shard, BatchSamplerShard) or shard.even_batches or shard.drop_last:
+            return False
+        if count.what == "batches":
+            return isinstance(shard.batch_sampler, Sized) and done < len(shard.batch_sampler)
+        samples = self._samples_per_pass()
+        return samples is not None and done < samples
 
     def _read_size(self) -> int:
         shard = self._shard

@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 SHARDINGS = ("auto", "shard", "already", "replicate")
 RESUMES = ("order", "position")
 
+_SWITCHES = (
+    "split_batches",
+    "dispatch_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "non_blocking",
+    "use_stateful_dataloader",
+    "read_ahead",
+    "move_ahead",
+)
+
 
 @dataclass
 class DataLoaderConfiguration:
@@ -55,3 +66,12 @@ class DataLoaderConfiguration:
                     f"DataLoaderConfiguration({name}={getattr(self, name)!r}): it must be one of "
                     f"{', '.join(map(repr, allowed))}."
                 )
+        for name in _SWITCHES:
+            given = getattr(self, name)
+            # What is true to Python, as a word that says no, must not switch something on.
+            if not (isinstance(given, (bool, int)) or (given is None and name == "dispatch_batches")):
+                raise ValueError(f"DataLoaderConfiguration({name}={given!r}): it must be True or False.")
+        if self.data_seed is not None and not hasattr(self.data_seed, "__index__"):
+            raise ValueError(
+                f"DataLoaderConfiguration(data_seed={self.data_seed!r}): it must be a whole number, or None."
+            )
