@@ -56,7 +56,6 @@ class Delivery:
         self._moves = wire.device.type != "cpu"
         self._expected = _LEAST
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
-        self._under_way: tuple[list[Any], list[Buffer]] = [], []
         self._buffers: deque[Buffer] = deque(maxlen=_KEPT * (1 if self.rank else world.size - 1))
 
     def _expect_after(self, nbytes: int) -> int:
@@ -104,32 +103,28 @@ class Delivery:
         return Message([written[id(package)] for package in packages], nbytes, self._expect_after(nbytes))
 
     def send(self, message: Message) -> None:
-        """Begin to send a message, when the one before has arrived. The next one can be made while this one travels."""
-        self.settle()
-        works = [self._begin(message.buffers, 0, message.expected)]
-        if message.nbytes > message.expected:
-            works.append(self._begin(message.buffers, message.expected, message.nbytes))
-        self._under_way = works, message.buffers
+        """Send a message, and wait until it has arrived.
 
-    def settle(self) -> None:
-        """Wait until what was sent has arrived."""
-        (works, buffers), self._under_way = self._under_way, ([], [])
-        for work in works:
-            self.wire.arrivals.wait(work)
-        for buffer in {id(buffer): buffer for buffer in buffers}.values():
+        Making the next one meanwhile does not help: on one machine it takes from the transfer what it saves.
+        """
+        self._send_part(message.buffers, 0, message.expected)
+        if message.nbytes > message.expected:
+            self._send_part(message.buffers, message.expected, message.nbytes)
+        for buffer in {id(buffer): buffer for buffer in message.buffers}.values():
             self._keep(buffer)
 
-    def _begin(self, buffers: list[Buffer], start: int, end: int) -> Any:
+    def _send_part(self, buffers: list[Buffer], start: int, end: int) -> None:
         sent = [buffer.part(start, end) for buffer in buffers]
         if self._moves:
             moved = {id(buffer): part.to(self.wire.device) for buffer, part in zip(buffers, sent, strict=True)}
             sent = [moved[id(buffer)] for buffer in buffers]
         # Rank 0 gets nothing: a part that it has already.
-        return self._scatter(sent[0], [sent[0], *sent])
+        self._scatter(sent[0], [sent[0], *sent])
 
-    def _scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> Any:
-        self.wire.arrivals.begin(_NAME)
-        return dist.scatter(own, parts, group_src=0, group=self.wire.group, async_op=True)
+    def _scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+        arrivals = self.wire.arrivals
+        arrivals.begin(_NAME)
+        arrivals.wait(dist.scatter(own, parts, group_src=0, group=self.wire.group, async_op=True))
 
     def send_end(self) -> None:
         """Say that nothing more will come."""
@@ -146,7 +141,6 @@ class Delivery:
 
     def _send_to_all(self, item: Any, kind: int) -> None:
         self.send(self.message([Package(item)] * (self.wire.size - 1), 0, kind))
-        self.settle()
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -176,4 +170,4 @@ class Delivery:
         return item, header.note
 
     def _receive_into(self, part: torch.Tensor) -> None:
-        self.wire.arrivals.wait(self._scatter(part, None))
+        self._scatter(part, None)

@@ -202,10 +202,7 @@ class DataLoaderDispatcher(PreparedLoader):
         delivery = Delivery(self._world)
         packed = self._packed(steps, delivery)
         with closing(self._ahead(packed) if self.read_ahead else packed) as packed:
-            try:
-                yield from self._send_each(packed, delivery)
-            finally:
-                delivery.settle()
+            yield from self._send_each(packed, delivery)
 
     def _send_each(self, packed: Iterator[tuple[Any, Message, int, bool]], delivery: Delivery) -> Iterator[Any]:
         while True:
