@@ -18,6 +18,7 @@ NAMES = (
     "dispatch",
     "resume",
     "ddp_step",
+    "fsdp_step",
     "collectives",
     "local_sgd",
     "clipping",
