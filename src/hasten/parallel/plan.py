@@ -85,8 +85,9 @@ def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: boo
     if place and not recipe.engine.moves_models and first_dtensor(model) is None:
         model = model.to(recipe.world.device)
         steps.append(f"to {recipe.world.device}")
+    kind = type(model)
     wrapped = recipe.engine.wrap(model, evaluation)
-    if wrapped is not model or recipe.engine.notes(wrapped):
+    if type(wrapped) is not kind:
         steps.append(type(wrapped).__name__)
     for transform in recipe.after:
         wrapped = transform.apply(wrapped)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hasten.parallel.units import Choose, Unit, plan_units
 from hasten.protocols import Transform
-from hasten.weights import gradients
+from hasten.weights import gradients, names
 from hasten.world.process import World
 
 _SUCCESSOR = "_sharded_as"  # on a parameter that has been replaced: its sharded form
@@ -91,17 +91,13 @@ class Shard:
         """Let an optimizer hold the shards of its parameters; see the function."""
         return follow(optimizer)
 
-    def plan(self, model: nn.Module) -> list[Unit]:
-        """The units of a model, inner ones first."""
-        return plan_units(model, self.sharding.choose(model), self._ignored(model))
-
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
         # Quantized weights are integers, which are never trained.
         whole = {each for each in model.parameters() if not (each.is_floating_point() or each.is_complex())}
         return whole | self.sharding.ignored(model)
 
     def wrap(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
-        """Shard a model in place; one that is sharded already stays as it is.
+        """Shard a model in place, also one that is only evaluated; one that is sharded already stays as it is.
 
         Raises:
             NotImplementedError: a parameter has no values yet (meta device).
@@ -114,7 +110,7 @@ class Shard:
         before = dict(model.named_parameters())
         ignored = self._ignored(model)
         modules = dict(model.named_modules())
-        units = self.plan(model)
+        units = plan_units(model, self.sharding.choose(model), ignored)
         for unit in units:
             self._apply([modules[name] for name in unit.modules], unit, ignored)
         self._prefetch([modules[unit.modules[0]] for unit in units if unit.modules != ("",)])
@@ -133,9 +129,10 @@ class Shard:
 
     def _apply(self, modules: Sequence[nn.Module], unit: Unit, ignored: set[nn.Parameter]) -> None:
         frees: bool | int | None = self.sharding.frees
-        if unit.frees is False or (unit.modules == ("",) and frees is True):
-            # The last to run: backward needs it at once. For the model itself torch knows best.
-            frees = False if unit.frees is False and frees is True else None if frees is True else frees
+        if frees is True and unit.frees is False:
+            frees = False  # the last to run: backward needs it at once
+        elif frees is True and unit.modules == ("",):
+            frees = None  # torch knows best
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=self.mesh,
@@ -162,7 +159,7 @@ class Shard:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        for first, *others in ties(model):
+        for first, *others in names.find_ties(model):
             whole |= {other: whole[first] for other in others if first in whole}
         return whole
 
@@ -197,14 +194,6 @@ def _exchanging(model: FSDPModule, value: bool) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def ties(model: nn.Module) -> list[list[str]]:
-    """Groups of names that stand for one parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def upcast(model: nn.Module) -> list[str]:
     """Store the parameters that are trained in fp32; returns the names of those that were not."""
     changed = []
@@ -216,7 +205,7 @@ def upcast(model: nn.Module) -> list[str]:
 
 
 def replace(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Note on a parameter what it has become, for optimizers that hold it, and give its memory back."""
+    """Note on a parameter what it has become, for optimizers that hold it."""
     if old is new:
         return
     setattr(old, _SUCCESSOR, new)

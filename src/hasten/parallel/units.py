@@ -104,9 +104,9 @@ def _owns(module: nn.Module, tree: _Tree) -> bool:
 
 def _ends(tree: _Tree, outside: Sequence[str], last_layer: str) -> list[_Group]:
     """The embeddings, and what comes after the last layer: usually a norm and the output."""
-    order = list(tree.modules)
+    place = {name: index for index, name in enumerate(tree.modules)}
     embeddings = [name for name in outside if isinstance(tree.modules[name], nn.Embedding)]
-    after = [name for name in outside if order.index(name) > order.index(last_layer) and name not in embeddings]
+    after = [name for name in outside if place[name] > place[last_layer] and name not in embeddings]
     groups = [_Group([name], "an embedding") for name in embeddings]
     if after:
         # The last two: what comes before, a pooler or another head, has no claim to stay gathered.

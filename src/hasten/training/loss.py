@@ -58,8 +58,10 @@ class WindowMean:
             ValueError: there is no weight where one is needed, it is not a finite number >= 0, or a backward pass outside of
                 `accumulate` whose gradients are not exchanged.
         """
-        switched = self._is_local != (self.gradients.local > 0)
         length = self._enter_window()
+        switched = self._is_local != (self.gradients.local > 0)
+        if switched:
+            self._is_local, self._expected = not self._is_local, None
         known = self._known_divisor(weight, loss.device, length)
         if self._held is None:
             self._held = known if known is not None else self._planned_divisor()
@@ -101,8 +103,6 @@ class WindowMean:
                 f"Rank {self.world.rank}: GradientAccumulationPlugin(scale={state.scale!r}) needs to know where windows begin. Run "
                 "each micro-batch in `with accelerator.accumulate(model):`."
             )
-        if self._is_local != (state.local > 0):
-            self._is_local, self._expected = state.local > 0, None
         window = state.window_start if is_counted else None
         if window is None or self._window != window:
             self._window, self._held, self._weight = window, None, 0.0

@@ -33,8 +33,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0) ->
     Raises:
         ValueError: a `norm_type` that is not above 0, with DTensors.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parameters, gradients = _listed(parameters)
     if not _any_spread(gradients):
         norm, foreach = _plain_norm(gradients, norm_type)
         clip_grads_with_norm_(parameters, max_norm, norm, foreach)
@@ -50,8 +49,7 @@ def clip_grad_value_(parameters: Any, clip_value: float) -> None:
     Raises:
         ValueError: a DTensor that holds a part of a sum: its elements are not known yet.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    parameters, gradients = _listed(parameters)
     if not gradients:
         return
     if not _any_spread(gradients):
@@ -66,6 +64,12 @@ def clip_grad_value_(parameters: Any, clip_value: float) -> None:
     with torch.no_grad():
         for part in local_parts(gradients):
             part.clamp_(-float(clip_value), float(clip_value))
+
+
+def _listed(parameters: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """Parameters that were given in any way, and the gradients that they have."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return listed, [parameter.grad for parameter in listed if parameter.grad is not None]
 
 
 def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
