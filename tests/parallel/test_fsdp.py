@@ -167,6 +167,8 @@ def test_precisions(given):
             "only supported with `fsdp_version=2`",
         ),
         ({"activation_checkpointing": 0}, "at least 1"),
+        ({"forward_prefetch": "sometimes"}, "forward_prefetch='sometimes': allowed are true, false"),
+        ({"backward_prefetch": -1}, "backward_prefetch=-1: allowed are true, false"),
     ],
 )
 def test_what_is_refused(fields, message):

@@ -68,7 +68,7 @@ class Meeting:
         self.world = world
         self.number = 0
         self._calls: Calls = world.attached.setdefault("saves", Calls())
-        self._wait = world.timeout or timedelta(minutes=30)
+        self._wait = world.patience
         # A connection of its own: waiting on the shared one would block everybody else in this process.
         self._store = torch_private.default_store().clone()
         self._prefix = f"hasten/save/{world.group.group_name}"

@@ -55,6 +55,8 @@ _STRATEGIES = {
     ShardingStrategy.NO_SHARD: (False, NOWHERE),
 }
 
+_STRATEGY_NAMES = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
+
 
 @dataclass
 class FullyShardedDataParallelPlugin:
@@ -81,7 +83,7 @@ class FullyShardedDataParallelPlugin:
         ignored_modules: modules that every rank keeps whole, or a pattern that their whole names match.
         forward_prefetch: gather so many units ahead in the forward pass; True for one.
         backward_prefetch: torch's own choice is always in effect; an integer gathers so many units ahead.
-        state_dict_type: how a model is saved: FULL_STATE_DICT or SHARDED_STATE_DICT.
+        state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT, for checkpoints, which are not built yet for sharded models.
         use_orig_params, sync_module_states, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
         activation_checkpointing: layers keep their input only and run again in the backward pass. True for all layers (the
             outermost that the policy chooses), an integer n for every n-th, or operations whose results are kept all the same (a
@@ -125,8 +127,7 @@ class FullyShardedDataParallelPlugin:
         self._choose_state_dict_type()
         self.cpu_offload = self._offload()
         self._choose_policy()
-        if self.ignored_modules is None:
-            self.ignored_modules = environment.raw("FSDP_IGNORED_MODULES")
+        self.ignored_modules = self._given("ignored_modules")
         if self.mixed_precision_policy is not None:
             self.mixed_precision_policy = _precision_policy(self.mixed_precision_policy)
         self._prefetch = (self._ahead("forward_prefetch"), self._ahead("backward_prefetch"))
@@ -138,9 +139,9 @@ class FullyShardedDataParallelPlugin:
     # -- reading the fields ------------------------------------------------------------------------------------------
 
     def _version(self) -> int:
-        given = environment.raw("FSDP_VERSION") if self.fsdp_version is None else self.fsdp_version
+        given = self._given("fsdp_version", "FSDP_VERSION")
         if given is None:
-            return 1 if self.sharding_strategy is not None or environment.raw("FSDP_SHARDING_STRATEGY") else 2
+            return 2 if self._given("sharding_strategy") is None else 1
         if str(given) not in ("1", "2"):
             raise ValueError(f"fsdp_version={given!r}: allowed are 1 and 2.")
         return int(given)
@@ -176,10 +177,14 @@ class FullyShardedDataParallelPlugin:
             return Recompute(self.choose, int(given), offload=bool(self.activation_checkpointing_offload))
         return Recompute(self.choose, keep=given, offload=bool(self.activation_checkpointing_offload))
 
+    def _given(self, name: str, variable: str | None = None) -> Any:
+        """A field as it was given, else the text of its environment variable; None if nobody set it."""
+        value = getattr(self, name)
+        return environment.raw(variable or f"FSDP_{name.upper()}") if value is None else value
+
     def _flag(self, name: str, variable: str | None = None) -> bool | None:
         """A field that is true or false, from Python, as text or from the environment; None if nobody set it."""
-        given = getattr(self, name)
-        given = environment.raw(variable or f"FSDP_{name.upper()}") if given is None else given
+        given = self._given(name, variable)
         if given is None or isinstance(given, bool):
             return given
         if str(given).lower() in (*TRUE, *FALSE):
@@ -187,11 +192,8 @@ class FullyShardedDataParallelPlugin:
         raise ValueError(f"{name}={given!r}: allowed are true and false.")
 
     def _choose_strategy(self) -> None:
-        given = self.sharding_strategy
-        given = environment.raw("FSDP_SHARDING_STRATEGY") if given is None else given
-        frees = self.reshard_after_forward
-        frees = environment.raw("FSDP_RESHARD_AFTER_FORWARD") if frees is None else frees
-        if isinstance(frees, ShardingStrategy) or (isinstance(frees, str) and _is_strategy(frees)):
+        given, frees = self._given("sharding_strategy"), self._given("reshard_after_forward")
+        if isinstance(frees, ShardingStrategy) or (isinstance(frees, str) and frees.upper() in _STRATEGY_NAMES):
             if self.fsdp_version == 2:
                 raise ValueError(
                     f"reshard_after_forward set to {frees}. This is not supported with FSDP2, please set to a `bool`, or an "
@@ -211,19 +213,14 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
         if given is not None:
             self.reshard_after_forward, self._layout = _STRATEGIES[_strategy(given)]
-        elif frees is None:
-            self.reshard_after_forward = True
-        elif isinstance(frees, int) and not isinstance(frees, bool):
+        elif isinstance(frees, int):
             self.reshard_after_forward = frees
         else:
-            self.reshard_after_forward = frees
-            self.reshard_after_forward = self._flag("reshard_after_forward")
+            self.reshard_after_forward = True if frees is None else self._flag("reshard_after_forward")
 
     def _choose_state_dict_type(self) -> None:
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        given = self.state_dict_type
-        given = environment.raw("FSDP_STATE_DICT_TYPE") or default if given is None else given
-        self.set_state_dict_type(given)
+        self.set_state_dict_type(self._given("state_dict_type") or default)
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how a model is saved from now on.
@@ -252,20 +249,20 @@ class FullyShardedDataParallelPlugin:
 
     def _ahead(self, name: str) -> int:
         """How many units are gathered ahead in one direction."""
-        given = getattr(self, name)
-        given = environment.raw(f"FSDP_{name.upper()}") if given is None else given
-        text = str(getattr(given, "name", given)).upper()
-        if given is None or text in ("NO_PREFETCH", "BACKWARD_PRE", "BACKWARD_POST"):
+        given = self._given(name)
+        text = str(getattr(given, "name", given)).lower()
+        if given is None or text in ("no_prefetch", "backward_pre", "backward_post"):
             return 0  # torch gathers the next unit early by itself
-        if isinstance(given, int) and not isinstance(given, bool):
-            return given
-        return int(text.lower() in TRUE)
+        if text.isdecimal():
+            return int(text)
+        if text not in (*TRUE, *FALSE):
+            raise ValueError(f"{name}={given!r}: allowed are true, false, and how many units are gathered ahead.")
+        return int(text in TRUE)
 
     def _choose_policy(self) -> None:
         self._classes = self._class_names()
         self.min_num_params = self._size()
-        given = self.auto_wrap_policy
-        given = environment.raw("FSDP_AUTO_WRAP_POLICY") if given is None else given
+        given = self._given("auto_wrap_policy")
         if isinstance(given, str):
             if given.upper() not in _POLICIES:
                 raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {list(_POLICIES)}")
@@ -279,16 +276,14 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = given
 
     def _class_names(self) -> list[str]:
-        given = self.transformer_cls_names_to_wrap
-        given = environment.raw("FSDP_TRANSFORMER_CLS_TO_WRAP") if given is None else given
+        given = self._given("transformer_cls_names_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP")
         if isinstance(given, str):
             given = [name.strip() for name in given.split(",") if name.strip()]
         self.transformer_cls_names_to_wrap = None if given is None else list(given)
         return list(given or ())
 
     def _size(self) -> int | None:
-        given: Any = self.min_num_params
-        given = environment.raw("FSDP_MIN_NUM_PARAMS") if given is None else given
+        given = self._given("min_num_params")
         if given is None:
             return None
         if isinstance(given, str) and given.isdecimal():
@@ -374,18 +369,11 @@ def _no_wrap(module: nn.Module) -> bool:
 def _strategy(given: Any) -> ShardingStrategy:
     if isinstance(given, ShardingStrategy):
         return given
-    known = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
-    known |= {str(kind.value): kind for kind in ShardingStrategy}
+    known = _STRATEGY_NAMES | {str(kind.value): kind for kind in ShardingStrategy}
     kind = known.get(str(given).upper())
     if kind is None:
-        raise ValueError(
-            f"sharding_strategy={given!r}: allowed are {[name for name in known if not name.isdecimal()]}."
-        )
+        raise ValueError(f"sharding_strategy={given!r}: allowed are {list(_STRATEGY_NAMES)}.")
     return kind
-
-
-def _is_strategy(text: str) -> bool:
-    return text.upper() in {kind.name.lstrip("_") for kind in ShardingStrategy}
 
 
 def _precision_policy(given: Any) -> MixedPrecisionPolicy:

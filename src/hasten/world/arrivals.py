@@ -35,7 +35,6 @@ _SLICE = timedelta(seconds=1)  # between two looks at signals, such as that of C
 _SPIN_S = 0.0002  # a shorter sleep takes longer than most exchanges
 _GRACE_S = 1.0  # for the notes of those whose wait ends a little later
 _STORE_S = 5.0  # that the store may take, if the machine where it is does not answer
-_DEFAULT = timedelta(minutes=30)
 _SHOWN = 160  # characters of the backend's own text
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Between a user's `with` statement or decorator and this package.
@@ -105,7 +104,7 @@ class Arrivals:
         assert world.group is not None
         self._rank, self._size = world.rank, world.size
         self._name = f"hasten/arrivals/{world.group.group_name}"
-        self._timeout_now = lambda: world.timeout or _DEFAULT
+        self._timeout_now = lambda: world.patience
         self._polls = polls
         self._patience = timedelta(seconds=min(_PATIENCE_S, self._timeout_now().total_seconds() / 4))
         self.call = 0

@@ -19,6 +19,7 @@ from hasten.world import torch_private
 from hasten.world.context import CONTEXT
 from hasten.world.devices import DEVICES, Device, best_device, device_row
 
+_TORCH_TIMEOUT = timedelta(minutes=30)
 # Before a group is destroyed, and at the end of a process; each glance lets go of the interpreter's lock.
 _FEW_GLANCES, _LAST_GLANCES, _GLANCE_S = 2, 10, 0.003
 
@@ -96,6 +97,11 @@ class World:
             from hasten.world import frames
 
             frames.frames_of(self).agree(operation)
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a wait for other processes may last: the group's timeout, else torch's default for groups."""
+        return self.timeout or _TORCH_TIMEOUT
 
     def check_alive(self) -> None:
         """Raise if this world's process group has been ended."""

@@ -6,13 +6,10 @@ one: those that wait there would take part in it by mistake.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 from hasten.world import torch_private
 from hasten.world.process import World
-
-_DEFAULT_WAIT = timedelta(minutes=30)
 
 
 class Said:
@@ -50,7 +47,7 @@ class Said:
         Raises:
             TimeoutError: names the ranks that said nothing.
         """
-        limit = self._world.timeout or _DEFAULT_WAIT
+        limit = self._world.patience
         try:
             self._store.wait([self._key(rank, self._number) for rank in range(self._world.size)], limit)
         except RuntimeError as error:  # stores differ in its class
