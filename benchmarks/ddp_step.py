@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.loops import prepared_loop, raw_loop, same_weights
-from benchmarks.measure import Benchmark, Figure, Part, Turns, Wrong, main, take_turns
+from benchmarks.measure import Benchmark, Part, Turns, Wrong, main, step_figures, take_turns
 
 RANKS = 2
 BATCHES = 30
@@ -29,11 +29,7 @@ def _measure(library: str, prefix: str, accumulation: int) -> dict[str, float]:
             raise Wrong("the prepared loop and the loop by hand end with different weights")
         both.append(take_turns(raw.epoch, prepared.epoch, TURNS, before=dist.barrier))
     turns = Turns([t for each in both for t in each.ideal], [t for each in both for t in each.library])
-    return {
-        f"{prefix}_ratio": turns.ratio,
-        f"{prefix}_us": turns.library_s / BATCHES * 1e6,
-        f"{prefix}_extra_us": (turns.library_s - turns.ideal_s) / BATCHES * 1e6,
-    }
+    return turns.values(prefix, BATCHES)
 
 
 def plain(library: str) -> dict[str, float]:
@@ -44,18 +40,10 @@ def accumulate4(library: str) -> dict[str, float]:
     return _measure(library, "accumulate4", 4)
 
 
-def _figures(prefix: str, label: str) -> list[Figure]:
-    return [
-        Figure(f"{label}: time over the loop by hand", f"{prefix}_ratio", 1.03, 3),
-        Figure(f"{label}: us per step", f"{prefix}_us", digits=1),
-        Figure(f"{label}: extra us per step", f"{prefix}_extra_us", digits=1),
-    ]
-
-
 BENCHMARK = Benchmark(
     "benchmarks.ddp_step",
     f"DDP loop on 2 gloo ranks: 16-{WIDTH}-1 MLP, AdamW, clipping, {BATCHES} batches of 8 per rank",
-    [*_figures("plain", "plain"), *_figures("accumulate4", "accumulate 4")],
+    [*step_figures("plain", "plain", 1.03), *step_figures("accumulate4", "accumulate 4", 1.03)],
     [Part("plain", plain, ranks=RANKS), Part("accumulate4", accumulate4, ranks=RANKS)],
 )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
+from benchmarks.measure import RAW, Benchmark, Part, Wrong, main, step_figures, take_turns
 
 RANKS = 2
 LAYERS, WIDTH, TOKENS, LENGTH, BATCH, BATCHES = 4, 128, 256, 32, 4, 10
@@ -130,11 +130,7 @@ def _measure(library: str, prefix: str, steps: int) -> dict[str, float]:
         if not torch.allclose(one.full_tensor(), other.full_tensor(), rtol=1e-4, atol=1e-5):
             raise Wrong("the prepared loop and the loop by hand end with different weights")
     turns = take_turns(hand.epoch, own.epoch, TURNS, before=dist.barrier)
-    return {
-        f"{prefix}_ratio": turns.ratio,
-        f"{prefix}_us": turns.library_s / BATCHES * 1e6,
-        f"{prefix}_extra_us": (turns.library_s - turns.ideal_s) / BATCHES * 1e6,
-    }
+    return turns.values(prefix, BATCHES)
 
 
 def plain(library: str) -> dict[str, float]:
@@ -145,18 +141,10 @@ def accumulate5(library: str) -> dict[str, float]:
     return _measure(library, "accumulate5", 5)
 
 
-def _figures(prefix: str, label: str) -> list[Figure]:
-    return [
-        Figure(f"{label}: time over the loop by hand", f"{prefix}_ratio", 1.03, 3),
-        Figure(f"{label}: us per step", f"{prefix}_us", digits=1),
-        Figure(f"{label}: extra us per step", f"{prefix}_extra_us", digits=1),
-    ]
-
-
 BENCHMARK = Benchmark(
     "benchmarks.fsdp_step",
     f"FSDP2 loop on 2 gloo ranks: {LAYERS} layers of width {WIDTH}, AdamW, clipping, {BATCHES} batches of {BATCH} per rank",
-    [*_figures("plain", "plain"), *_figures("accumulate5", "accumulate 5")],
+    [*step_figures("plain", "plain", 1.03), *step_figures("accumulate5", "accumulate 5", 1.03)],
     [Part("plain", plain, ranks=RANKS), Part("accumulate5", accumulate5, ranks=RANKS)],
 )
 

@@ -64,11 +64,7 @@ def _measure(library: str, ranks: int, prefix: str) -> dict[str, float]:
     check(by_library(), ranks)
     turns = take_turns(by_hand.epoch, by_library, TURNS, before=dist.barrier if ranks > 1 else None)
     check(by_library(), ranks)
-    return {
-        f"{prefix}_ratio": turns.ratio,
-        f"{prefix}_us": turns.library_s / BATCHES * 1e6,
-        f"{prefix}_extra_us": (turns.library_s - turns.ideal_s) / BATCHES * 1e6,
-    }
+    return turns.values(prefix, BATCHES)
 
 
 def one(library: str) -> dict[str, float]:

@@ -44,6 +44,15 @@ class Figure:
     digits: int = 2
 
 
+def step_figures(prefix: str, label: str, bar: float) -> list[Figure]:
+    """The rows of the values that `Turns.values` gives for a loop."""
+    return [
+        Figure(f"{label}: time over the loop by hand", f"{prefix}_ratio", bar, 3),
+        Figure(f"{label}: us per step", f"{prefix}_us", digits=1),
+        Figure(f"{label}: extra us per step", f"{prefix}_extra_us", digits=1),
+    ]
+
+
 @dataclass(frozen=True)
 class Part:
     """A function that measures one library in a fresh process, on each of `ranks` ranks; rank 0's values count."""
@@ -82,6 +91,14 @@ class Turns:
     @property
     def library_s(self) -> float:
         return statistics.median(self.library)
+
+    def values(self, prefix: str, number: int) -> dict[str, float]:
+        """The ratio, and the microseconds of one of the `number` steps of a turn: all, and those more than the ideal."""
+        return {
+            f"{prefix}_ratio": self.ratio,
+            f"{prefix}_us": self.library_s / number * 1e6,
+            f"{prefix}_extra_us": (self.library_s - self.ideal_s) / number * 1e6,
+        }
 
 
 def clock() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.counts import Operations, count_calls
 from benchmarks.loops import prepared_loop, raw_loop, same_weights
-from benchmarks.measure import Benchmark, Figure, Part, Wrong, main, take_turns
+from benchmarks.measure import Benchmark, Figure, Part, Wrong, main, step_figures, take_turns
 
 BATCHES = 242
 TURNS = 25
@@ -23,15 +23,12 @@ def _measure(library: str, prefix: str, accumulation: int = 1, bf16: bool = Fals
     if not same_weights(raw.model, prepared.model):
         raise Wrong("the prepared loop and the loop by hand end with different weights")
     values = {
-        "ratio": turns.ratio,
-        "us": turns.library_s / BATCHES * 1e6,
-        "extra_us": (turns.library_s - turns.ideal_s) / BATCHES * 1e6,
         "calls": (calls.python - ideal_calls.python) / BATCHES,
         "builtins": (calls.builtin - ideal_calls.builtin) / BATCHES,
         "aten": (operations.aten - ideal_operations.aten) / BATCHES,
         "syncs": (operations.syncs - ideal_operations.syncs) / BATCHES,
     }
-    return {f"{prefix}_{key}": value for key, value in values.items()}
+    return turns.values(prefix, BATCHES) | {f"{prefix}_{key}": value for key, value in values.items()}
 
 
 def plain(library: str) -> dict[str, float]:
@@ -48,9 +45,7 @@ def bf16(library: str) -> dict[str, float]:
 
 def _figures(prefix: str, label: str) -> list[Figure]:
     return [
-        Figure(f"{label}: time over the loop by hand", f"{prefix}_ratio", 1.06, 3),
-        Figure(f"{label}: us per step", f"{prefix}_us", digits=1),
-        Figure(f"{label}: extra us per step", f"{prefix}_extra_us", digits=1),
+        *step_figures(prefix, label, 1.06),
         Figure(f"{label}: extra Python calls per step", f"{prefix}_calls", 60, 1),
         Figure(f"{label}: extra calls of built-ins per step", f"{prefix}_builtins", digits=1),
         Figure(f"{label}: extra ATen operations per step", f"{prefix}_aten", 0, 3),

@@ -101,6 +101,17 @@ def test_a_schedule_with_an_end_stays_there(processes: int):
         lr_scheduler.OneCycleLR(prepared.optimizer, **options), prepared, num_processes=processes
     )
     reference = lr_scheduler.OneCycleLR(plain.optimizer, **options)
+    check_end(scheduler, prepared, reference, plain, processes)
+
+
+def check_end(
+    scheduler: AcceleratedScheduler,
+    prepared: AcceleratedOptimizer,
+    reference: Any,
+    plain: AcceleratedOptimizer,
+    processes: int,
+) -> None:
+    """Each call takes `processes` of the 6 steps that the reference has, and stays at the last rate."""
     expected = [rate(plain)]
     for _ in range(6):
         reference.step()
@@ -152,14 +163,7 @@ def test_a_schedule_that_is_put_together_stays_at_the_end_of_its_last_part(proce
     for chained in (False, True):
         prepared, plain = optimizer(), optimizer()
         scheduler = AcceleratedScheduler(schedule(prepared, chained), prepared, num_processes=processes)
-        reference = schedule(plain, chained)
-        expected = [rate(plain)]
-        for _ in range(6):
-            reference.step()
-            expected.append(rate(plain))
-        for call in range(1, 8):
-            scheduler.step()
-            assert rate(prepared) == expected[min(call * processes, 6)]
+        check_end(scheduler, prepared, schedule(plain, chained), plain, processes)
 
 
 def test_chained_and_sequential_schedules_work():
