@@ -39,6 +39,13 @@ def test_what_is_no_switch_or_number_is_refused(name, value):
     DataLoaderConfiguration(dispatch_batches=None, even_batches=0, data_seed=3)  # type: ignore[arg-type]
 
 
+def test_reading_ahead_needs_a_loader_that_one_process_reads():
+    with pytest.raises(ValueError, match="reading ahead is for loaders that one process reads"):
+        DataLoaderConfiguration(read_ahead=True, dispatch_batches=False)
+    for dispatch in (None, True):
+        assert DataLoaderConfiguration(read_ahead=True, dispatch_batches=dispatch).read_ahead
+
+
 def test_what_the_reference_does_not_have_is_given_by_name():
     with pytest.raises(TypeError):
         DataLoaderConfiguration(False, None, True, False, None, False, False, "shard")  # type: ignore[misc]

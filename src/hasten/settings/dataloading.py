@@ -71,6 +71,11 @@ class DataLoaderConfiguration:
             # What is true to Python, as a word that says no, must not switch something on.
             if not (isinstance(given, (bool, int)) or (given is None and name == "dispatch_batches")):
                 raise ValueError(f"DataLoaderConfiguration({name}={given!r}): it must be True or False.")
+        if self.read_ahead and self.dispatch_batches is False:
+            raise ValueError(
+                "DataLoaderConfiguration(read_ahead=True, dispatch_batches=False): reading ahead is for loaders that one process "
+                "reads for all. Leave one of the two out; `DataLoader(num_workers=...)` reads ahead for the others."
+            )
         if self.data_seed is not None and not hasattr(self.data_seed, "__index__"):
             raise ValueError(
                 f"DataLoaderConfiguration(data_seed={self.data_seed!r}): it must be a whole number, or None."
