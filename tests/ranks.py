@@ -206,12 +206,20 @@ class _Rank:
         while wait(self.signs(), max(0.0, deadline - time.monotonic())):
             message = self.receive()
             if isinstance(message, str):
+                self._abort_children()
                 return message
             if message.error:
                 return str(message.error)
         os.kill(self._process.pid, signal.SIGABRT)
         self._process.join(ANSWER_LIMIT)
         return "it did not answer, since native code holds the interpreter: see its stderr"
+
+    def _abort_children(self) -> None:
+        """Have the processes that a stuck one has forked print their stacks: it may be waiting for one of them."""
+        with suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                child.send_signal(signal.SIGABRT)  # faulthandler, which they have inherited, writes to the stderr of the rank
+                psutil.wait_procs([child], ANSWER_LIMIT)
 
     def kill(self) -> None:
         """End the process, and those that it started, at once."""
