@@ -10,6 +10,7 @@ from hasten import (
     Accelerator,
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradientState,
     GradScalerKwargs,
@@ -309,3 +310,23 @@ def test_a_refused_accelerator_leaves_the_state_of_the_others_alone(arguments: d
         Accelerator(**arguments)
     assert GradientState().__dict__ is first.gradient_state.__dict__
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+# ---- sharding ----
+
+
+def test_who_shards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    assert builder.choose_sharding(None) is None
+    plugin = FullyShardedDataParallelPlugin()
+    Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert Accelerator().state.fsdp_plugin is builder.choose_sharding(None) is plugin
+    # What was told to other libraries is not what the user has set.
+    assert builder.choose_sharding(None, own_world=True) is None
+    assert Accelerator(world=World(device=torch.device("cpu"))).state.fsdp_plugin is None
+
+
+def test_a_variable_of_the_users_shards_every_world(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for own_world in (False, True):
+        assert isinstance(builder.choose_sharding(None, own_world), FullyShardedDataParallelPlugin)

@@ -181,18 +181,31 @@ def choose_world(world: World | None, ranks: Sequence[int] | None, cpu: bool, gr
     return world
 
 
-def choose_sharding(plugin: Any) -> Any:
-    """The plugin that was passed, or one from the environment, or None.
+def choose_sharding(plugin: Any, own_world: bool = False) -> Any:
+    """The plugin that was passed, or that of the default world's Accelerators, or one from the environment, or None.
+
+    A world of its own obeys what the user or the launcher has set, and not what another Accelerator has told other libraries.
 
     Raises:
         TypeError: something else was passed.
     """
-    if plugin is None and not environment.get("use_fsdp"):
+    if plugin is None and not own_world and AcceleratorState._shared_state:
+        return AcceleratorState._shared_state.get("fsdp_plugin")
+    if plugin is None and not _environment_shards(own_world):
         return None
     from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
 
     check_kinds(fsdp_plugin=(plugin, FullyShardedDataParallelPlugin))
     return FullyShardedDataParallelPlugin() if plugin is None else plugin
+
+
+def _environment_shards(own_world: bool) -> bool:
+    shards = bool(environment.get("use_fsdp"))
+    if not (shards and own_world):
+        return shards
+    from hasten.settings import export
+
+    return bool(environment.get("use_fsdp", {"ACCELERATE_USE_FSDP": export.before("use_fsdp") or ""}))
 
 
 def open_shard(plugin: Any, config: Any, state: AcceleratorState) -> Shard | None:
@@ -283,7 +296,7 @@ def open_session(
     init = handlers["init_handler"]
     group = {} if init is None else init.to_kwargs()
     own_world = choose_world(world, ranks, cpu, group)
-    plugin = choose_sharding(fsdp_plugin)
+    plugin = choose_sharding(fsdp_plugin, own_world is not None)
     check_parallelism(parallelism_config, own_world or process.start(cpu, **group), shards=plugin is not None)
     known = {} if own_world is not None else AcceleratorState._shared_state
     precision = known.get("_mixed_precision") or read_precision(mixed_precision)

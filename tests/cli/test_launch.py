@@ -15,7 +15,7 @@ from hasten.launch import spec as spec_module
 from hasten.launch.machine import Machine
 from hasten.settings import environment
 from hasten.settings.resolve import FILE, FLAG
-from hasten.settings.schema import TABLE, WORKER
+from hasten.settings.schema import BY_NAME, TABLE, WORKER
 from hasten.settings.values import write
 from tests.settings.strategies import legal_values
 
@@ -50,6 +50,7 @@ def place(monkeypatch, tmp_path):
     (tmp_path / "bad.yaml").write_text("num_proceses: 2")
     (tmp_path / "gpu.yaml").write_text("gpu_ids: 0,1")
     (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}")
+    (tmp_path / "leftover.yaml").write_text("distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 2}")
     (tmp_path / "cpu.yaml").write_text("use_cpu: true\nnum_processes: 2")
     monkeypatch.setattr(spec_module, "look", lambda accelerators, environ: machine(0))
     return tmp_path
@@ -169,7 +170,42 @@ def test_command_lines(monkeypatch, line, accelerators, engine, processes, expec
         ("--config_file gpu.yaml s.py", 0, "gpu.yaml: gpu_ids names accelerators, but this machine has none"),
         ("--config_file nosuch.yaml s.py", 0, "The configuration file nosuch.yaml cannot be read"),
         ("--config_file bad.yaml s.py", 0, "unknown key 'num_proceses' (did you mean 'num_processes'?)"),
-        ("--config_file fsdp.yaml s.py", 0, "distributed_type FSDP is not built yet"),
+        ("--fsdp_version 2 s.py", 0, "fsdp_version is 2 (--fsdp_version), which has no effect without --use_fsdp"),
+        ("--fsdp_offload_params false s.py", 0, "Give --use_fsdp, too, or leave --fsdp_offload_params out."),
+        ("--config_file fsdp.yaml --no_use_fsdp --fsdp_version 1 s.py", 0, "has no effect without --use_fsdp"),
+        (
+            "--config_file leftover.yaml s.py",
+            0,
+            "fsdp_version is 2 (leftover.yaml: fsdp_config.fsdp_version), which has no effect without --use_fsdp. Give --use_fsdp, "
+            "too, or --no_use_fsdp to run without.",
+        ),
+        (
+            "--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP s.py",
+            0,
+            "of version 1, but --fsdp_version is 2. Write --fsdp_reshard_after_forward false.",
+        ),
+        ("--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy NO_SHARD s.py", 0, "Write it without --use_fsdp."),
+        (
+            "--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy HYBRID_SHARD s.py",
+            0,
+            "true and, in the script, Parallel",
+        ),
+        ("--use_fsdp --fsdp_version 1 --fsdp_reshard_after_forward false s.py", 0, "Write --fsdp_version 2."),
+        (
+            "--config_file fsdp.yaml --fsdp_reshard_after_forward FULL_SHARD s.py",
+            0,
+            "version 1, but fsdp_version is 2 (fsdp.yaml: fsdp_config.fsdp_version). Write --fsdp_reshard_after_forward true.",
+        ),
+        (
+            "--use_fsdp --fsdp_activation_checkpointing_offload true s.py",
+            0,
+            "which needs --fsdp_activation_checkpointing true",
+        ),
+        (
+            "--use_fsdp --fsdp_version 1 --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true s.py",
+            0,
+            "which needs --fsdp_version 2, but fsdp_version is 1 (--fsdp_version).",
+        ),
         ("--num_machines 2 s.py", 0, "that also needs --main_process_ip, --main_process_port, --machine_rank"),
         ("--num_machines 2 --rdzv_backend c10d s.py", 0, "that also needs --main_process_ip, --main_process_port."),
         (TWO_MACHINES.replace("rank 1", "rank 2") + " s.py", 0, "ranks go from 0 to 1"),
@@ -204,7 +240,10 @@ def test_plans_that_are_refused(monkeypatch, line, accelerators, said):
         ("--num_proceses 2 s.py", "unknown option --num_proceses (did you mean '--num_processes'?)"),
         ("--num_proc 2 s.py", "unknown option --num_proc"),
         ("--cpu=true s.py", "--cpu ignored explicit argument 'true'"),
-        ("--use_fsdp s.py", "--use_fsdp (sharding (FSDP)): not built yet"),
+        ("--use_fsdp --fsdp_version 3 s.py", "must be a whole number from 1 to 2; the nearest legal value is 2"),
+        ("--use_fsdp --fsdp_offload_params s.py", "--fsdp_offload_params is 's.py', but must be true or false"),
+        ("--use_fsdp --fsdp_verson 2 s.py", "unknown option --fsdp_verson (did you mean '--fsdp_version'?)"),
+        ("--use_fsdp --fsdp_state_dict_type LOCAL_STATE_DICT s.py", "(did you mean 'full_state_dict'?)"),
         ("--use-deepspeed --zero-stage 3 s.py", "--use-deepspeed, --zero-stage (DeepSpeed): not built yet"),
         ("--fp8_backend te s.py", "--fp8_backend (FP8 recipes): not built yet"),
         ("--enable_cpu_affinity s.py", "(NUMA affinity): not built yet"),
@@ -255,8 +294,10 @@ def test_other_programs_may_set_attributes():
     args.num_processes, args.cpu, args.mixed_precision = 2, True, "bf16"
     spec = launch.make_spec(args)
     assert (spec.processes, spec.value("use_cpu"), spec.value("mixed_precision")) == (2, True, "bf16")
-    args.use_fsdp = True
-    with pytest.raises(NotImplementedError, match=r"--use_fsdp \(sharding"):
+    args.use_fsdp, args.fsdp_offload_params = True, "true"
+    assert launch.make_spec(args).environment["FSDP_OFFLOAD_PARAMS"] == "true"
+    args.use_deepspeed = True
+    with pytest.raises(NotImplementedError, match=r"--use_deepspeed \(DeepSpeed"):
         launch.make_spec(args)
 
 
@@ -293,8 +334,7 @@ def test_accelerates_default_file_is_announced_but_not_read_on_the_cpu(place, ca
     theirs = place / "hf" / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8")
-    with pytest.raises(NotImplementedError, match="--no-config"):
-        make("s.py")
+    assert make("--num_processes 1 s.py").value("use_fsdp") is True
     assert str(theirs) in capsys.readouterr().err
     assert make("--cpu s.py").processes == 1
     assert capsys.readouterr().err == ""
@@ -316,11 +356,19 @@ QUICK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], de
 
 
 def as_flags(row, value) -> list[str]:
-    if row.kind != "bool":
+    if row.kind != "bool":  # the others have a value after them
         return [f"{row.flags[0]}={write(row, value)}"]
     if not value and row.dest.startswith("no_"):
         return []
     return [row.flags[0] if value else f"--no_{row.dest}"]
+
+
+def companions(row):
+    """What must be on for a setting to be accepted."""
+    names = [row.needs] if row.needs else []
+    if row.name == "fsdp_activation_checkpointing_offload":
+        names.append("fsdp_activation_checkpointing")
+    return [BY_NAME[name] for name in names]
 
 
 @QUICK
@@ -337,7 +385,8 @@ def test_every_flag_reaches_the_plan(data, row):
 @given(data=st.data(), row=st.sampled_from([row for row in FLAGGED if row.applies == WORKER]))
 def test_every_setting_of_the_workers_goes_from_flag_to_worker(data, row):
     value = data.draw(legal_values(row))
-    spec = launch.make_spec(launch.launch_command_parser().parse_args([*as_flags(row, value), "s.py"]))
+    words = [word for other in companions(row) for word in as_flags(other, True)] + [*as_flags(row, value), "s.py"]
+    spec = launch.make_spec(launch.launch_command_parser().parse_args(words))
     assert spec.settings[row.name].origin == FLAG
     assert environment.get(row.name, spec.environment) == value
 
@@ -349,6 +398,9 @@ def test_every_setting_of_the_workers_goes_from_file_to_worker(place, data, row)
     content = write(row, value)
     for part in reversed(row.key.split(".")):
         content = {part: content}
+    for other in companions(row):
+        section, _, part = other.key.rpartition(".")
+        (content.setdefault(section, {}) if section else content)[part] = "true"
     (place / "one.json").write_text(json.dumps(content))
     spec = launch.make_spec(launch.launch_command_parser().parse_args(["--config_file", "one.json", "s.py"]))
     assert spec.settings[row.name].origin == FILE

@@ -19,6 +19,8 @@ def legal_values(row: Setting) -> st.SearchStrategy[Any]:
     whole = st.integers(low, high)
     return {
         "bool": st.booleans(),
+        "truth": st.booleans(),
+        "amount": st.one_of(st.booleans(), st.integers(2, 1000), st.sampled_from(row.choices or (True,))),
         "choice": st.sampled_from(row.choices or ("",)),
         "int": whole,
         "ints": st.lists(whole, min_size=1, max_size=3).map(tuple),

@@ -29,6 +29,16 @@ def test_what_was_written_is_read_and_undone(monkeypatch):
     assert os.environ["ACCELERATE_USE_CPU"] == "no"
 
 
+def test_one_can_be_undone_and_what_was_before_is_known(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "no")
+    export.export("use_cpu", True)
+    export.export("mixed_precision", "bf16")
+    assert (export.before("use_cpu"), export.before("mixed_precision")) == ("no", None)
+    export.undo("use_cpu", "debug")
+    assert os.environ["ACCELERATE_USE_CPU"] == export.before("use_cpu") == "no"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
 def test_none_unsets():
     export.export("use_cpu", True)
     export.export("use_cpu", None)

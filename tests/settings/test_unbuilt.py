@@ -6,8 +6,8 @@ from hasten.settings.unbuilt import flag_area, is_off, key_areas, used
 @pytest.mark.parametrize(
     ("flag", "area"),
     [
-        ("--use_fsdp", "sharding (FSDP)"),
-        ("--fsdp-version=2", "sharding (FSDP)"),
+        ("--use_fsdp", None),
+        ("--zero-stage=2", "DeepSpeed"),
         ("--zero_stage", "DeepSpeed"),
         ("--offload-optimizer-nvme-path", "DeepSpeed"),
         ("--megatron_lm_tp_degree", "Megatron-LM"),
@@ -35,9 +35,9 @@ def test_on(value):
 
 
 def test_what_a_parsed_command_line_asks_for():
-    attributes = {"use_fsdp": True, "tpu": False, "vm": [], "zero_stage": 2, "num_processes": 2}
-    assert dict(used(attributes)) == {"--use_fsdp": "sharding (FSDP)", "--zero_stage": "DeepSpeed"}
+    attributes = {"use_deepspeed": True, "tpu": False, "vm": [], "zero_stage": 2, "num_processes": 2}
+    assert dict(used(attributes)) == {"--use_deepspeed": "DeepSpeed", "--zero_stage": "DeepSpeed"}
 
 
 def test_keys_have_areas():
-    assert key_areas()["fsdp_config"] == "sharding (FSDP)"
+    assert key_areas()["deepspeed_config"] == "DeepSpeed"

@@ -34,6 +34,14 @@ def test_what_is_written_reads_back(data, row):
         ("monitor_interval", "1e-1", 0.1),
         ("main_process_port", "0", 0),
         ("tee", "0:1,1:2", "0:1,1:2"),
+        ("fsdp_offload_params", "True", True),
+        ("fsdp_forward_prefetch", "false", False),
+        ("fsdp_forward_prefetch", "3", 3),
+        ("fsdp_reshard_after_forward", "yes", True),
+        ("fsdp_reshard_after_forward", "shard_grad_op", "SHARD_GRAD_OP"),
+        ("fsdp_sharding_strategy", "4", "HYBRID_SHARD"),
+        ("fsdp_sharding_strategy", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"),
+        ("fsdp_state_dict_type", "3", "SHARDED_STATE_DICT"),
     ],
 )
 def test_legal_text(name, text, value):
@@ -55,6 +63,23 @@ def test_legal_text(name, text, value):
         ("num_machines", "4:1", "is '4:1', but must be fewest:most (did you mean 1:4?)"),
         ("monitor_interval", "nan", "is 'nan', but must be a number of at least 0.001"),
         ("monitor_interval", "0", "the nearest legal value is 0.001"),
+        ("fsdp_version", "3", "is 3, but must be a whole number from 1 to 2; the nearest legal value is 2"),
+        (
+            "fsdp_forward_prefetch",
+            "-1",
+            "must be true, false, or a whole number of at least 0; the nearest legal value is 0",
+        ),
+        (
+            "fsdp_reshard_after_forward",
+            "NO_RESHARD",
+            "must be true, false, a whole number of at least 1, or one of full_shard, shard_grad_op, no_shard, hybrid_shard, "
+            "hybrid_shard_zero2 (did you mean 'no_shard'?)",
+        ),
+        (
+            "fsdp_state_dict_type",
+            "LOCAL_STATE_DICT",
+            "must be one of full_state_dict, sharded_state_dict (did you mean",
+        ),
         ("gpu_ids", "0,,1", "each once"),
         ("gpu_ids", "0,0", "each once"),
         ("rdzv_conf", "timeout", "must be a list key=value,key=value"),

@@ -1,10 +1,13 @@
+import os
 import pickle
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from hasten.settings import export
 from hasten.settings.enums import DistributedType
 from hasten.state.accelerator import AcceleratorState, is_initialized, read_precision
 from hasten.state.partial import PartialState
@@ -204,3 +207,52 @@ def test_arguments_of_the_group_are_obeyed_whenever_they_come():
             timedelta(seconds=4),
             False,
         ]
+
+
+# ---- sharding ----
+
+
+@pytest.fixture
+def unsharded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    yield
+    export.reset()
+
+
+def test_other_libraries_see_that_a_job_is_sharded(unsharded: None):
+    build()
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None
+    AcceleratorState._reset_state()
+    plugin = object()
+    state = build(fsdp_plugin=plugin)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert state.fsdp_plugin is AcceleratorState().fsdp_plugin is plugin
+    assert state.distributed_type is DistributedType.NO  # one process has nobody to share with
+    assert not state.is_fsdp2
+    AcceleratorState._reset_state()
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def test_what_the_user_has_set_is_not_undone(unsharded: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "1")
+    build(fsdp_plugin=object())
+    AcceleratorState._reset_state()
+    assert os.environ["ACCELERATE_USE_FSDP"] == "1"
+
+
+def test_a_world_of_its_own_says_nothing_of_the_whole_job(unsharded: None):
+    state = build(fsdp_plugin=(plugin := object()), _world=World(device=torch.device("cpu")))
+    assert state.fsdp_plugin is plugin
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def labels() -> list[Any]:
+    plain = build()
+    before = plain.distributed_type
+    state = build(fsdp_plugin=(plugin := object()))
+    told = os.environ["ACCELERATE_USE_FSDP"]
+    return [before, state.distributed_type, state.is_fsdp2, plain.fsdp_plugin is plugin, told]
+
+
+def test_several_ranks_are_labelled():
+    assert run_ranks(labels, 2) == [[DistributedType.MULTI_CPU, DistributedType.FSDP, True, True, "true"]] * 2

@@ -22,7 +22,17 @@ DESCRIPTION = (
     "Start a script on one process or many. Options are written with _ or -, and come before the script; everything after the "
     "script is handed to it untouched. --no_X turns a switch --X off that a file or variable has turned on."
 )
-_METAVARS = {"int": "N", "ints": "N", "range": "N", "float": "X", "path": "PATH", "names": "LIST", "pairs": "LIST"}
+_METAVARS = {
+    "truth": "{true,false}",
+    "amount": "{true,false,N}",
+    "int": "N",
+    "ints": "N",
+    "range": "N",
+    "float": "X",
+    "path": "PATH",
+    "names": "LIST",
+    "pairs": "LIST",
+}
 FAILED = 2  # exit code when nothing could be started
 
 
@@ -158,13 +168,14 @@ def _reader(row: Setting) -> Callable[[str], Any]:
 
 
 def _metavar(row: Setting) -> str:
-    if row.choices and len(row.choices) < 6:
+    if row.kind == "choice" and len(row.choices) < 6:
         return "{" + ",".join(choice.lower() for choice in row.choices) + "}"
     return _METAVARS.get(row.kind, "NAME")
 
 
 def _help(row: Setting) -> str:
-    listed = f": {', '.join(choice.lower() for choice in row.choices)}" if len(row.choices) >= 6 else ""
+    unshown = row.kind != "choice" or len(row.choices) >= 6
+    listed = f": {', '.join(choice.lower() for choice in row.choices)}" if row.choices and unshown else ""
     return f"{row.help}{listed}".replace("%", "%%")
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hasten.launch.machine import Machine, look
 from hasten.settings import environment
-from hasten.settings.resolve import ENVIRONMENT, FLAG, Value
-from hasten.settings.schema import ELASTIC, TABLE, WORKER, Setting
+from hasten.settings.resolve import ENVIRONMENT, FILE, FLAG, Value
+from hasten.settings.schema import BY_NAME, ELASTIC, TABLE, WORKER, Setting
 from hasten.settings.values import nearest, write
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ def plan(
     """
     settings = dict(settings)
     _refuse_contradictions(settings)
+    _refuse_without_effect(settings)
+    if settings["use_fsdp"].value:
+        from hasten.launch.sharding import refuse_contradictions
+
+        refuse_contradictions(settings)
     if settings["multi_gpu"].value and settings["use_cpu"].origin != FLAG:
         settings["use_cpu"] = Value(False, FLAG, "--multi_gpu")
     program = _program(settings, script, arguments)
@@ -141,6 +146,22 @@ def _refuse_contradictions(settings: Mapping[str, Value]) -> None:
     count = settings["num_processes"]
     if "multi_gpu" in typed and count.origin == FLAG and count.value < 2:
         raise ValueError("--multi_gpu asks for several processes, but --num_processes is 1. Leave --multi_gpu out.")
+
+
+def _refuse_without_effect(settings: Mapping[str, Value]) -> None:
+    """Refuse what is set for a feature that is off. Variables stay, as scripts may read them; so does a file that is overruled."""
+    for row in TABLE:
+        value = settings.get(row.name)
+        if not row.needs or value is None or value.origin not in (FLAG, FILE):
+            continue
+        switch, needed = BY_NAME[row.needs], settings[row.needs]
+        if needed.value or (value.origin == FILE and (needed.chosen or not value.value)):
+            continue
+        otherwise = f"leave {row.flags[0]} out" if value.origin == FLAG else f"--no_{switch.dest} to run without"
+        raise ValueError(
+            f"{_named(row.name, value)}, which has no effect without {switch.flags[0]}. Give {switch.flags[0]}, too, "
+            f"or {otherwise}."
+        )
 
 
 def _program(settings: Mapping[str, Value], script: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -276,7 +297,7 @@ def _environment(
     variables = {
         row.env: write(row, settings[row.name].value)
         for row in TABLE
-        if row.flags and _is_exported(row, settings[row.name])
+        if row.flags and _is_exported(row, settings[row.name]) and (not row.needs or settings[row.needs].value)
     }
     if not settings["num_cpu_threads_per_process"].chosen and local > 1:
         variables["OMP_NUM_THREADS"] = str(max(1, machine.cores // local))

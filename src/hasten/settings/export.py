@@ -33,6 +33,19 @@ def variables(changes: Mapping[str, str | None]) -> None:
         _put(variable, text)
 
 
+def undo(*names: str) -> None:
+    """Give the variables of these settings the values that they had before they were written here."""
+    for variable in (BY_NAME[name].env for name in names):
+        if variable in _before:
+            _put(variable, _before.pop(variable))
+
+
+def before(name: str) -> str | None:
+    """The text that a setting's variable has, or had before it was written here: what the user or a launcher has set."""
+    variable = BY_NAME[name].env
+    return _before.get(variable) if variable in _before else os.environ.get(variable)
+
+
 def reset() -> None:
     """Give every variable that was written here the value that it had before."""
     while _before:

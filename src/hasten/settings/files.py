@@ -141,6 +141,8 @@ def _translate(path: str, content: dict[str, Any]) -> dict[str, Any]:
         content["num_processes"] = "1"
     elif kind == "MULTI_CPU":
         content.setdefault("use_cpu", "true")
+    elif kind == "FSDP":
+        content.setdefault("use_fsdp", "true")
     elif kind and not kind.startswith("MULTI_"):
         raise NotImplementedError(
             f"{path}: distributed_type {kind} is not built yet. Use another file with --config_file, or --no-config."

@@ -17,6 +17,7 @@ PROCESSES = "Processes"
 MACHINES = "Several machines, restarts and logs"
 TRAINING = "Precision and accumulation"
 COMPILE = "Compilation (torch.compile)"
+SHARDING = "Sharding (FSDP)"
 LIBRARY = "Library, by environment variable alone"
 
 
@@ -36,10 +37,12 @@ class Setting(NamedTuple):
         key: dotted key in a configuration file; "" if a file cannot set it.
         old_keys: other dotted keys under which older files hold it.
         default: value when nobody sets it.
-        choices: legal values of a "choice", in any case.
+        choices: legal values of a "choice", in any case; names that an "amount" may be.
+        old_values: other spellings in older files, each with the choice that it means.
         low, high: inclusive bounds of numbers.
         excludes: settings that contradict it when both come from the command line.
         always: exported to the workers even at its default, as the reference does.
+        needs: the setting that must be on for this one to have an effect.
     """
 
     name: str
@@ -53,10 +56,12 @@ class Setting(NamedTuple):
     old_keys: tuple[str, ...] = ()
     default: Any = None
     choices: tuple[str, ...] = ()
+    old_values: tuple[tuple[str, str], ...] = ()
     low: float | None = None
     high: float | None = None
     excludes: tuple[str, ...] = ()
     always: bool = False
+    needs: str = ""
 
     @property
     def dest(self) -> str:
@@ -73,6 +78,16 @@ def _dynamo(part: str, kind: str, help: str, **more: Any) -> Setting:
     )  # fmt: skip
 
 
+def _fsdp(part: str, kind: str, help: str, env: str = "", old: tuple[str, ...] = (), **more: Any) -> Setting:
+    """A row of the group of sharding; files hold it in their section `fsdp_config`."""
+    name = f"fsdp_{part}"
+    old_keys = tuple(f"fsdp_config.{key}" for key in (part, *old))
+    return Setting(
+        name, kind, SHARDING, help, WORKER, (f"--{name}",), env or f"FSDP_{part.upper()}", f"fsdp_config.{name}",
+        old_keys, needs="use_fsdp", **more,
+    )  # fmt: skip
+
+
 def _own(name: str, kind: str, group: str, help: str, **more: Any) -> Setting:
     """A row of the launcher, whose flag, variable and key are spelled as its name."""
     row = {"applies": LAUNCHER, "flags": (f"--{name}",), "env": f"HASTEN_{name.upper()}", "key": name, **more}
@@ -83,6 +98,9 @@ def _variable(name: str, kind: str, env: str, help: str, **more: Any) -> Setting
     """A row that only an environment variable sets."""
     return Setting(name, kind, LIBRARY, help, env=env, **more)
 
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_STRATEGY_NUMBERS = tuple((str(number), name) for number, name in enumerate(_STRATEGIES, 1))
 
 TABLE: tuple[Setting, ...] = (
     _own("config_file", "path", GENERAL, "Configuration file (YAML or JSON) to take unset values from", key=""),
@@ -147,8 +165,37 @@ TABLE: tuple[Setting, ...] = (
     _dynamo("use_dynamic", "bool", "Trace with dynamic shapes", default=False),
     _dynamo("use_regional_compilation", "bool", "Compile each repeated block once instead of the whole model",
             default=False),
-    _variable("use_fsdp", "bool", "ACCELERATE_USE_FSDP", "Divide parameters over the ranks, as the variables FSDP_* say",
-              default=False),
+    Setting("use_fsdp", "bool", SHARDING, "Divide parameters over the processes, as the settings below say", WORKER,
+            ("--use_fsdp",), "ACCELERATE_USE_FSDP", "use_fsdp", default=False),
+    _fsdp("version", "int", "Version of FSDP in whose words the other settings are written; default: 2, or 1 if they are its own",
+          low=1, high=2),
+    _fsdp("reshard_after_forward", "amount",
+          "Free whole parameters after the forward pass (the default); a number keeps shards over so many processes; version 1 "
+          "takes a strategy", low=1, choices=_STRATEGIES),
+    _fsdp("sharding_strategy", "choice", "Of version 1, and translated: what is divided, and over which processes",
+          choices=_STRATEGIES, old_values=(*_STRATEGY_NUMBERS, ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"))),
+    _fsdp("auto_wrap_policy", "choice", "How the modules are found that are gathered together",
+          choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+    _fsdp("transformer_layer_cls_to_wrap", "names",
+          "Classes of the modules that are gathered together; default: those that a model names itself",
+          env="FSDP_TRANSFORMER_CLS_TO_WRAP"),
+    _fsdp("min_num_params", "int", "Parameters of a module that size_based_wrap chooses; default: 100000000", low=0),
+    _fsdp("ignored_modules", "str", "Modules that every process keeps whole: a pattern that their names match"),
+    _fsdp("offload_params", "truth", "Keep shards and gradients in the memory of the host", default=False),
+    _fsdp("activation_checkpointing", "amount",
+          "Layers keep their input only and run again in the backward pass; a number n: every n-th layer", default=False, low=1),
+    _fsdp("activation_checkpointing_offload", "truth", "Keep these inputs in the memory of the host", default=False),
+    _fsdp("state_dict_type", "choice", "How a model is saved; default: sharded_state_dict (version 1: full_state_dict)",
+          choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+          old_values=(("1", "FULL_STATE_DICT"), ("3", "SHARDED_STATE_DICT"))),
+    _fsdp("cpu_ram_efficient_loading", "truth", "Only rank 0 reads a model's weights, the others get them from it",
+          default=False),
+    _fsdp("forward_prefetch", "amount", "Gather so many modules ahead in the forward pass; true: one", default=False, low=0),
+    _fsdp("backward_prefetch", "amount", "Gather so many modules ahead in the backward pass; names are of version 1, and torch's "
+          "own choice", old=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"), low=0,
+          choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
+    _fsdp("use_orig_params", "truth", "Of version 1 and without effect: parameters always stay as they are"),
+    _fsdp("sync_module_states", "truth", "Of version 1 and without effect: all processes always begin with rank 0's weights"),
     _variable("torch_device", "str", "ACCELERATE_TORCH_DEVICE", "Device to use, such as cuda:1, instead of the found one"),
     _variable("bypass_device_map", "bool", "ACCELERATE_BYPASS_DEVICE_MAP",
               "Prepare a model that a device map has spread, in a distributed job", default=False),

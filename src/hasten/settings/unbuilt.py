@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 # area: its flags; a trailing * stands for every flag that begins so
 _FLAGS = {
     "DeepSpeed": "use_deepspeed deepspeed_* zero_stage zero3_* offload_optimizer_* offload_param_* gradient_clipping",
-    "sharding (FSDP)": "use_fsdp fsdp_*",
     "Megatron-LM": "use_megatron_lm megatron_lm_*",
     "parallelism over several axes": "use_parallelism_config parallelism_config_*",
     "FP8 recipes": "fp8_*",
@@ -23,7 +22,6 @@ _FLAGS = {
 # area: its keys in accelerate's configuration files
 _KEYS = {
     "DeepSpeed": "deepspeed_config",
-    "sharding (FSDP)": "fsdp_config",
     "Megatron-LM": "megatron_lm_config",
     "parallelism over several axes": "parallelism_config",
     "FP8 recipes": "fp8_config",
@@ -44,7 +42,7 @@ _OFF = (None, False, "", "no", "false", "none", "null", "main")
 
 
 def flag_area(flag: str) -> str | None:
-    """The area of a flag that is known but not obeyed yet, or None. `--fsdp-version=2` is in "sharding (FSDP)"."""
+    """The area of a flag that is known but not obeyed yet, or None. `--zero-stage=2` is in "DeepSpeed"."""
     name = flag.partition("=")[0].lstrip("-").replace("-", "_")
     for area, patterns in _FLAGS.items():
         for pattern in patterns.split():

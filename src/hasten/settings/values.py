@@ -28,7 +28,7 @@ def parse(setting: Setting, text: str) -> Any:
 
 def write(setting: Setting, value: Any) -> str:
     """The text that `parse` reads back as `value`."""
-    if setting.kind == "bool":
+    if isinstance(value, bool):
         return "true" if value else "false"
     if setting.kind == "range":
         low, high = value
@@ -59,7 +59,11 @@ def convert(setting: Setting, given: Any) -> Any:
 
 def describe(setting: Setting) -> str:
     """What is legal, in words: `a whole number of at least 1`."""
-    return _WORDS[setting.kind] + _bounds(setting) if setting.kind != "choice" else _one_of(setting.choices)
+    if setting.kind == "choice":
+        return _one_of(setting.choices)
+    if setting.kind == "amount" and setting.choices:
+        return f"true, false, a whole number{_bounds(setting)}, or {_one_of(setting.choices)}"
+    return _WORDS[setting.kind] + _bounds(setting)
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
@@ -91,11 +95,30 @@ def _bool(setting: Setting, text: str) -> bool:
 
 
 def _choice(setting: Setting, text: str) -> str:
-    for choice in setting.choices:
-        if choice.lower() == text.lower():
-            return choice
-    low = [choice.lower() for choice in setting.choices]
-    raise ValueError(f"is {text!r}, but must be {describe(setting)}{nearest(text, low)}")
+    choice = _chosen(setting, text)
+    if choice is None:
+        low = [choice.lower() for choice in setting.choices]
+        raise ValueError(f"is {text!r}, but must be {describe(setting)}{nearest(text, low)}")
+    return choice
+
+
+def _chosen(setting: Setting, text: str) -> str | None:
+    """The choice that `text` names, in any case or in an old spelling."""
+    word = dict(setting.old_values).get(text, text).lower()
+    return next((choice for choice in setting.choices if choice.lower() == word), None)
+
+
+def _amount(setting: Setting, text: str) -> bool | int | str:
+    choice, word = _chosen(setting, text), text.lower()
+    if choice is not None:
+        return choice
+    if word in TRUE or word in FALSE:
+        return word in TRUE
+    if not re.fullmatch(r"[+-]?\d+", text):
+        options = [*TRUE[:3], *FALSE[:3], *(choice.lower() for choice in setting.choices)]
+        raise ValueError(f"is {text!r}, but must be {describe(setting)}{nearest(text, options)}")
+    number: int = _bounded(setting, text, int(text))
+    return number
 
 
 def _bounded(setting: Setting, text: str, number: Any) -> Any:
@@ -156,6 +179,8 @@ def _text(setting: Setting, text: str) -> str:
 
 _READERS: dict[str, Callable[[Setting, str], Any]] = {
     "bool": _bool,
+    "truth": _bool,
+    "amount": _amount,
     "choice": _choice,
     "int": _int,
     "ints": _ints,
@@ -170,6 +195,8 @@ _READERS: dict[str, Callable[[Setting, str], Any]] = {
 
 _WORDS = {
     "bool": "true or false",
+    "truth": "true or false",
+    "amount": "true, false, or a whole number",
     "int": "a whole number",
     "ints": "a whole number (or several, with commas)",
     "float": "a number",

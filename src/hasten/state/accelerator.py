@@ -56,6 +56,8 @@ class AcceleratorState(ProcessView):
             self._check_same(mixed_precision)
             if parallelism_config is not None:
                 self.parallelism_config = parallelism_config
+            if fsdp_plugin is not None:
+                self._shard_by(fsdp_plugin)
             return
         if not _from_accelerator:
             raise ValueError(
@@ -77,15 +79,25 @@ class AcceleratorState(ProcessView):
             _world=world,
             _mixed_precision=precision,
             deepspeed_plugins=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
+            fsdp_plugin=None,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
             dynamo_plugin=dynamo_plugin,
             device_mesh=None,
         )
-        if fsdp_plugin is not None and world.group is not None:
+        if fsdp_plugin is not None:
+            self._shard_by(fsdp_plugin)
+
+    def _shard_by(self, plugin: Any) -> None:
+        self.__dict__["fsdp_plugin"] = plugin
+        if self._world.group is not None:
             self.__dict__["distributed_type"] = DistributedType.FSDP
+        if self.__dict__ is self._shared_state and not environment.get("use_fsdp"):
+            from hasten.settings import export
+
+            # Model libraries look at it. Not for a world of its own: they take the whole job for sharded.
+            export.export("use_fsdp", True)
 
     def _check_same(self, mixed_precision: str | None) -> None:
         if mixed_precision is not None and read_precision(mixed_precision) != self._mixed_precision:
@@ -127,6 +139,10 @@ class AcceleratorState(ProcessView):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the Accelerator's settings, and with `reset_partial_state` the default world too."""
+        if AcceleratorState._shared_state.pop("fsdp_plugin", None) is not None:
+            from hasten.settings import export
+
+            export.undo("use_fsdp")
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
