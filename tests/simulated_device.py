@@ -104,7 +104,11 @@ def install(name: str = "npu", devices: int = 1, capacity: int = 1 << 40) -> lis
     if _MEMORY:
         raise RuntimeError(f"this process has a simulated device already: {_name()}")
     _MEMORY.extend(Memory(capacity) for _ in range(devices))
-    _setup_privateuseone_for_python_backend(name, backend_module=_DeviceModule())
+    module: Any = _DeviceModule()
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    # torch's own would look for streams in C++.
+    torch.accelerator.current_stream = module.current_stream
+    torch.accelerator.synchronize = module.synchronize
     # Parameters must stay the same objects when a module moves, as on real devices: optimizers hold them.
     torch.__future__.set_swap_module_params_on_conversion(True)
     every_op, aten_ops = (torch.library.Library(namespace, "IMPL") for namespace in ("_", "aten"))

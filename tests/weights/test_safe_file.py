@@ -1,9 +1,14 @@
 import json
+import math
 import struct
+import tempfile
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hasten.weights.safe_file import SafeFile
 from tests.weights.test_write import every_dtype
@@ -61,3 +66,17 @@ def test_damaged_files_are_refused(tmp_path, content):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         SafeFile(tmp_path / "f")
+
+
+@given(st.data())
+def test_a_part_is_that_part_of_the_whole(data):
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4))
+    starts = [data.draw(st.integers(0, size)) for size in shape]
+    sizes = [data.draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True)]
+    whole = torch.arange(float(math.prod(shape))).reshape(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        safetensors.torch.save_file({"before": torch.ones(3), "a": whole}, Path(folder, "f"))
+        with SafeFile(Path(folder, "f")) as file:
+            part = file.read_part("a", starts, sizes)
+    wanted = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    assert torch.equal(part, wanted)

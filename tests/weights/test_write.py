@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from hasten.weights.dtypes import CODES, DTYPES
 from hasten.weights.stream import Stream
-from hasten.weights.write import FolderWriter
+from hasten.weights.write import FolderWriter, in_file_order
 
 
 def every_dtype() -> dict[str, torch.Tensor]:
@@ -121,3 +121,23 @@ def test_a_full_disk_is_reported_as_such(tmp_path, monkeypatch, after):
 def test_what_can_not_be_pickled_is_reported_as_such(tmp_path):
     with pytest.raises(AttributeError, match="lambda"), FolderWriter(tmp_path) as writer:
         writer.save_torch("f.bin", {"f": lambda: 1})
+
+
+def test_values_may_be_given_one_after_the_other(tmp_path):
+    tensors = {
+        "a": torch.arange(3.0),
+        "b": torch.arange(2.0, dtype=torch.float64),
+        "c": torch.ones(2, 2, dtype=torch.int8),
+    }
+    forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    asked: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return tensors[name]
+
+    with FolderWriter(tmp_path) as writer:
+        writer.save_safetensors("x.safetensors", forms, read=read)
+        writer.save_safetensors("y.safetensors", tensors)
+    assert asked == in_file_order(forms) == ["b", "a", "c"]
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

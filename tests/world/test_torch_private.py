@@ -1,13 +1,16 @@
 """One contract test for each function: what hasten relies on must hold in the torch that is installed."""
 
 import inspect
+import logging
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from hasten.world import torch_private
@@ -240,3 +243,75 @@ def test_multiply_each():
     torch_private.multiply_each(tensors, 2.0)
     torch_private.multiply_each(tensors, torch.tensor(0.5, dtype=torch.float64))
     assert [tensor.tolist() for tensor in tensors] == [[1.0, 1.0], 3.0]
+
+
+def blocks() -> list[object]:
+    mesh = init_device_mesh("cpu", (3,))
+    tensors = [
+        distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, [placement])
+        for placement in (Shard(0), Shard(1), Replicate())
+    ]
+    return [(*torch_private.local_block(tensor), tuple(tensor.to_local().shape)) for tensor in tensors]
+
+
+def test_local_block():
+    rows, columns, whole = zip(*run_ranks(blocks, 3), strict=True)
+    assert rows == (((3, 5), (0, 0), (3, 5)), ((3, 5), (3, 0), (3, 5)), ((1, 5), (6, 0), (1, 5)))
+    assert columns == (((7, 2), (0, 0), (7, 2)), ((7, 2), (0, 2), (7, 2)), ((7, 1), (0, 4), (7, 1)))
+    assert whole == (((7, 5), (0, 0), (7, 5)),) * 3
+
+
+def test_tensors_without_values():
+    from torch.distributed.tensor import _random
+
+    mode = torch_private.tensors_without_values()
+    for _ in range(2):
+        with mode:
+            empty = torch.empty(1 << 20, 1 << 20)  # 4 TiB
+    assert empty.shape == (1 << 20, 1 << 20)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    with torch_private.trial_without_values(), mode:
+        assert logger.disabled
+        assert (empty @ empty).shape == empty.shape
+        _random._rng_tracker = "something"  # type: ignore[assignment]
+    assert logger.disabled is before
+    assert _random._rng_tracker is None
+
+
+def sharded_module() -> list[object]:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model.register_forward_hook(lambda *_: None)
+    fully_shard(model[0])
+    fully_shard(model)
+    hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
+    found: list[object] = [sorted(map(torch_private.is_sharding_hook, hooks))]
+    torch_private.prepare_root(model)
+    model[0](torch.ones(1, 4))  # would make itself the root
+    resting = []
+    model[1].register_forward_hook(lambda *_: resting.append(torch_private.is_resting(model)))
+    output = model(torch.ones(1, 4)).sum()
+    found.append([*resting, torch_private.is_resting(model)])
+    torch_private.spoil_graphs(model)
+    try:
+        output.backward()
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_sharded_modules():
+    for hooks, resting, error in run_ranks(sharded_module, 2):
+        assert hooks == [False, True, True]
+        assert resting == [False, True]
+        assert "modified by an inplace operation" in error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_moved_towards_others(dtype):
+    tensors = [torch.tensor([0.0, 4.0]), torch.tensor(8.0), torch.empty(0)]
+    towards = [torch.tensor([8.0, 4.0]), torch.tensor(0.0), torch.empty(0)]
+    torch_private.move_each(tensors, [tensor.to(dtype) for tensor in towards], 0.25)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0, 4.0], 6.0, []]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+_PUT_IN_FRONT = ("FSDP", "Recomputed")  # of the name of a class, by a class made of it
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
@@ -77,6 +79,16 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     ]
 
 
+def class_name(module: torch.nn.Module) -> str:
+    """The name of the class that a module had before it was prepared: sharding and recomputation put one of theirs in front."""
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__name__ in (
+        f"{word}{kind.__bases__[1].__name__}" for word in _PUT_IN_FRONT
+    ):
+        kind = kind.__bases__[1]
+    return kind.__name__
+
+
 def find_ties(model: torch.nn.Module) -> list[list[str]]:
     """Groups of qualified names of a model's parameters and buffers that are the same memory.
 
@@ -133,9 +145,14 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
     """
     kept, stands_for = without_shared(state_dict)
     if stands_for:
-        logger.warning(
-            "Removed shared tensor %s while saving. This should be OK, but check by verifying that you don't receive any "
-            "warning while reloading",
-            set(stands_for),
-        )
+        warn_of_ties(stands_for)
     return {name: tensor.contiguous() for name, tensor in kept.items()}
+
+
+def warn_of_ties(names: Iterable[str]) -> None:
+    """Say which names a file leaves out, since their tensors are in it under others."""
+    logger.warning(
+        "Removed shared tensor %s while saving. This should be OK, but check by verifying that you don't receive any "
+        "warning while reloading",
+        set(names),
+    )

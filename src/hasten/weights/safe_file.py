@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -67,11 +70,35 @@ class SafeFile:
         assert (target.dtype, target.shape) == (entry.dtype, entry.shape), name
         self._fill(target, entry)
 
+    def read_part(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A part of a tensor on the CPU; nothing else is read.
+
+        Args:
+            name: the tensor.
+            starts: where the part begins along each dimension.
+            sizes: how long it is along each dimension.
+            into: a contiguous CPU tensor of its type and size to read into; new memory by default.
+        """
+        entry = self.entries[name]
+        part = torch.empty(tuple(sizes), dtype=entry.dtype) if into is None else into
+        assert (part.dtype, tuple(part.shape)) == (entry.dtype, tuple(sizes)), name
+        if not part.numel():
+            return part
+        view = memoryview(bytes_of(part))
+        done = 0
+        for start, length in _runs(entry, starts, sizes):
+            self._read_at(start, view[done : done + length])
+            done += length
+        return part
+
     def _fill(self, target: torch.Tensor, entry: Entry) -> None:
-        if not target.numel():
-            return
-        view = memoryview(bytes_of(target))
-        self._file.seek(entry.start)
+        if target.numel():
+            self._read_at(entry.start, memoryview(bytes_of(target)))
+
+    def _read_at(self, start: int, view: memoryview) -> None:
+        self._file.seek(start)
         while len(view):
             count = self._file.readinto(view)  # type: ignore[attr-defined]
             if not count:
@@ -94,3 +121,20 @@ class SafeFile:
                 raise ValueError(f"{name!r} lies at {start} to {end} of {size - begin} bytes")
             entries[name] = Entry(dtype, shape, begin + start, begin + end)
         return entries, metadata
+
+
+def _runs(entry: Entry, starts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Position and length, in bytes, of the pieces of a part that lie together in the file, in their order."""
+    shape = entry.shape
+    inner = len(shape)  # the dimensions from here on are whole, so that they lie together
+    while inner and (starts[inner - 1], sizes[inner - 1]) == (0, shape[inner - 1]):
+        inner -= 1
+    outer = max(inner - 1, 0)  # of this one a range lies together
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    length = math.prod(sizes[outer:]) * entry.dtype.itemsize
+    first = sum(start * step for start, step in zip(starts[outer:], steps[outer:], strict=True))
+    for place in itertools.product(
+        *(range(start, start + size) for start, size in zip(starts[:outer], sizes, strict=False))
+    ):
+        offset = first + sum(index * step for index, step in zip(place, steps, strict=False))
+        yield entry.start + offset * entry.dtype.itemsize, length

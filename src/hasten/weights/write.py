@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,26 +62,35 @@ class FolderWriter:
         self._pending[name] = stream.written
 
     def save_safetensors(
-        self, name: str, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        metadata: dict[str, str] | None = None,
+        read: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
         """Write tensors in the safetensors format, one after the other, without a copy of those in host memory.
 
-        Tensors must not share memory; see `names.without_shared`. The metadata is {"format": "pt"} by default.
+        Tensors must not share memory; see `names.without_shared`. The metadata is {"format": "pt"} by default. With `read`, only
+        types and shapes of `tensors` count, which may be on the meta device; it gives their values, called with one name after
+        the other in the order of `in_file_order`.
 
         Raises:
             TypeError: a value is not a dense tensor, or of a type that the format does not know.
             OSError: the file can not be written.
         """
+        if read is None:
+            _check(tensors)
         header, order = _safetensors_header(tensors, {"format": "pt"} if metadata is None else metadata)
+        read = tensors.__getitem__ if read is None else read
         with self.stream(name) as stream:
             if sys.byteorder == "big":
                 import safetensors.torch
 
-                stream.write(safetensors.torch.save(dict(tensors), metadata or {"format": "pt"}))
+                stream.write(safetensors.torch.save({key: read(key) for key in order}, metadata or {"format": "pt"}))
                 return
             stream.write(header)
             for key in order:
-                stream.write_tensor(tensors[key].detach().cpu().resolve_conj().contiguous())
+                stream.write_tensor(read(key).detach().cpu().resolve_conj().contiguous())
 
     def save_torch(self, name: str, item: Any) -> None:
         """Write an object with `torch.save`.
@@ -89,7 +98,7 @@ class FolderWriter:
         Raises:
             OSError: the file can not be written.
         """
-        with self.stream(name, holding=item) as stream, _without_zip_checksums():
+        with self.stream(name, holding=item) as stream, without_zip_checksums():
             try:
                 torch.save(item, cast(Any, stream))
             except RuntimeError as error:
@@ -111,11 +120,14 @@ class FolderWriter:
         return checksum_file(path, self._workers)
 
 
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The order in which a safetensors file holds tensors: the widest types first, so that every tensor is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
 def _safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, list[str]]:
     entries: dict[str, Any] = {"__metadata__": metadata}
-    _check(tensors)
-    # The widest types first, as safetensors does it, so that every tensor is aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    order = in_file_order(tensors)
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -142,7 +154,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def _without_zip_checksums() -> Iterator[None]:
+def without_zip_checksums() -> Iterator[None]:
     """Let `torch.save` leave out the checksums inside its file: the manifest has better ones, which cost no time."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -151,24 +151,24 @@ class Frames:
             raise others from error
         raise error
 
-    def gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """One all-gather.
+    def gather_into(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> None:
+        """One all-gather, in this world or in a group of some of its processes.
 
         Raises:
             RuntimeError: the process group has been ended.
             MissingProcessError: some process did not come.
         """
-        self.arrivals.wait(self._begin_gather(output, tensor))
+        self.arrivals.wait(self._begin_gather(output, tensor, group))
 
     def _begin_exchange(self) -> Any:
         if self.is_pair:  # this process's frame is in its row already
             return self._send_straight(1 - self.rank, 1 - self.rank, self.frame, self.frames[1 - self.rank])
         return self._begin_gather(self.frames.view(-1), self.frame)
 
-    def _begin_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    def _begin_gather(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> Any:
         self.world.check_alive()
         gather: Any = dist.all_gather_single if _SINGLE else dist.all_gather_into_tensor  # the latter before torch 2.13
-        return gather(output, tensor, group=self.group, async_op=True)
+        return gather(output, tensor, group=group or self.group, async_op=True)
 
     def fill_rows(self, rows: Sequence[torch.Tensor] | torch.Tensor, own: torch.Tensor) -> None:
         """Receive the `own` of every other process into its row, in place, in one collective less than there are processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -131,3 +132,71 @@ def copy_each(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 def multiply_each(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor in place by one number, in one operation; the list is not empty."""
     torch._foreach_mul_(tensors, factor)
+
+
+def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes of the block of a DTensor that this process holds, and where it begins in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(sizes), tuple(starts)
+
+
+def is_resting(module: Any) -> bool:
+    """Whether a sharded module (FSDP2) is in neither a forward nor a backward pass."""
+    return bool(module._get_fsdp_state()._training_state.name == "IDLE")
+
+
+def spoil_graphs(module: Any) -> None:
+    """Make backward passes fail that would use the whole parameters which a sharded module has had in a forward pass.
+
+    Their memory is freed and gathered again in between, which torch hides from autograd.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # an older torch has one, or none
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for group in groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                torch.autograd.graph.increment_version(parameter._unsharded_param)
+
+
+def is_sharding_hook(hook: Any) -> bool:
+    """Whether a forward hook of a module is one of those that gather and free its parameters (FSDP2)."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def prepare_root(module: Any) -> None:
+    """Make a sharded module (FSDP2) the root of what is beneath it, as its first forward pass would."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def move_each(tensors: list[torch.Tensor], towards: list[torch.Tensor], weight: float) -> None:
+    """Move each tensor in place by a part of the way to its partner, of any format, in a few operations for all."""
+    if [tensor.dtype for tensor in tensors] == [tensor.dtype for tensor in towards]:
+        torch._foreach_lerp_(tensors, towards, weight)
+    else:  # sums are taken in the wider format, and nothing is copied
+        torch._foreach_mul_(tensors, 1.0 - weight)
+        torch._foreach_add_(tensors, towards, alpha=weight)
+
+
+def tensors_without_values() -> Any:
+    """A context in which new tensors have a shape and a format, but no values and no memory; it can be entered again."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def trial_without_values() -> Iterator[None]:
+    """Inside, torch does not log which operations on tensors without values fail; random states of DTensors stay as they are."""
+    from torch.distributed.tensor import _random
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, tracker = logger.disabled, _random._rng_tracker
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled, _random._rng_tracker = before, tracker
