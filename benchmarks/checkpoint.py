@@ -1,4 +1,8 @@
-"""save_state until it is durable over writing and syncing the same bytes; load_state over reading them."""
+"""save_state until it is durable over writing and syncing the same bytes; load_state over reading them.
+
+Whole models on one process; sharded models (FSDP2, SHARDED_STATE_DICT) on 2 and 4 gloo ranks, each of which would write or read
+its share of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.measure import RAW, Benchmark, Figure, Part, Wrong, main, take_turns
 
@@ -111,6 +116,119 @@ def measure(library: str) -> dict[str, float]:
     }
 
 
+class Divided:
+    """A sharded model and its optimizer after one step, or for the library "raw" tensors of the same size."""
+
+    def __init__(self, library: str, place: Path) -> None:
+        torch.manual_seed(0)
+        self.folder = place / "state"
+        self.accelerator: Any = None
+        if library == RAW:
+            self._raw = [torch.randn(LAYERS * WIDTH // dist.get_world_size(), WIDTH) for _ in range(3)]
+            return
+        module = importlib.import_module(library)
+        plugin = module.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            state_dict_type="SHARDED_STATE_DICT",
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=WIDTH,
+        )
+        self.accelerator = module.Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        self._bare = torch.optim.AdamW(model.parameters())
+        self._model, optimizer = self.accelerator.prepare(model, self._bare)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What this rank holds."""
+        if self.accelerator is None:
+            return self._raw
+        parameters: list[Any] = list(self._model.parameters())
+        moments = [self._bare.state[each][name] for each in parameters for name in ("exp_avg", "exp_avg_sq")]
+        return [tensor.to_local().detach() for tensor in (*parameters, *moments)]
+
+    def save(self) -> None:
+        self.accelerator.save_state(str(self.folder))
+
+    def load(self) -> None:
+        self.accelerator.load_state(str(self.folder))
+
+    def busiest(self) -> float:
+        """Bytes that the busiest rank has written over its share of the state."""
+        share = sum(tensor.nbytes for tensor in self.tensors())
+        if self.accelerator is None:
+            return 1.0
+        ranks = range(dist.get_world_size())
+        return (
+            max(sum(path.stat().st_size for path in self.folder.rglob(f"__{rank}_*.distcp")) for rank in ranks) / share
+        )
+
+
+def _shared_place() -> Path:
+    """A folder that all ranks know."""
+    told: list[Any] = [tempfile.mkdtemp(dir=os.environ.get("BENCHMARK_DISK")) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return Path(told[0])
+
+
+def sharded(library: str) -> dict[str, float]:
+    """Times on 2 ranks, until all of them are done."""
+    state = Divided(library, Path())
+    place = _shared_place()
+    state.folder = place / "state"
+    plain = Plain(state.tensors(), place / f"plain{dist.get_rank()}")
+    expected = [tensor.clone() for tensor in state.tensors()]
+
+    def together(run: Any) -> Any:
+        def call() -> None:
+            run()
+            dist.barrier()
+
+        return call
+
+    def remove() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for each in place.iterdir():
+                shutil.rmtree(each)
+        dist.barrier()
+
+    try:
+        save, load = (plain.save, plain.load) if state.accelerator is None else (state.save, state.load)
+        saving = take_turns(together(plain.save), together(save), TURNS, before=remove)
+        remove()
+        plain.save()
+        save()
+        busiest = state.busiest()
+        for tensor in state.tensors():
+            tensor.zero_()
+        loading = take_turns(together(plain.load), together(load), TURNS, before=dist.barrier)
+        if state.accelerator is not None and not all(map(torch.equal, expected, state.tensors())):
+            raise Wrong("load_state did not bring back what save_state saved")
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+    return {"sharded_save": saving.ratio, "sharded_load": loading.ratio, "busiest_2": busiest}
+
+
+def sharded4(library: str) -> dict[str, float]:
+    """Bytes on 4 ranks."""
+    state = Divided(library, Path())
+    place = _shared_place()
+    state.folder = place / "state"
+    try:
+        if state.accelerator is not None:
+            state.save()
+        return {"busiest_4": state.busiest()}
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+
+
 BENCHMARK = Benchmark(
     "benchmarks.checkpoint",
     "Checkpoint of an AdamW state of 0.403 GB",
@@ -122,8 +240,12 @@ BENCHMARK = Benchmark(
         Figure("load_state, s", "load_s"),
         Figure("reading, s", "load_ideal_s"),
         Figure("bytes on disk over bytes of state", "bytes_ratio", 1.01, 3),
+        Figure("sharded, 2 ranks: save_state to durable over write + fsync of the shares", "sharded_save", 1.1),
+        Figure("sharded, 2 ranks: load_state over reading the shares", "sharded_load", 1.2),
+        Figure("sharded, 2 ranks: bytes of the busiest rank over its share", "busiest_2", 1.05, 3),
+        Figure("sharded, 4 ranks: bytes of the busiest rank over its share", "busiest_4", 1.05, 3),
     ],
-    [Part("checkpoint", measure)],
+    [Part("checkpoint", measure), Part("sharded", sharded, ranks=2), Part("sharded4", sharded4, ranks=4)],
 )
 
 if __name__ == "__main__":

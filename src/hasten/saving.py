@@ -22,16 +22,7 @@ PathLike = str | os.PathLike[str]
 
 
 def contents_of(session: Session) -> Contents:
-    """What of a session a checkpoint holds.
-
-    Raises:
-        NotImplementedError: the models are sharded.
-    """
-    if not session.engine.saves_state:
-        raise NotImplementedError(
-            "save_state and load_state of sharded models are not built yet (area: checkpoints). `accelerator.save_model` and "
-            "`accelerator.get_state_dict` give the whole weights; `torch.distributed.checkpoint` saves shards and optimizers."
-        )
+    """What of a session a checkpoint holds."""
     scaling = session.scaling
     if scaling is not None:
         scaling.settle()
@@ -44,6 +35,7 @@ def contents_of(session: Session) -> Contents:
         scaler=None if scaling is None else scaling.scaler,
         step=session.gradients.step,
         exchange_orders=[session.engine.exchange_order(model) for model in session.models],
+        divided=session.engine.divides_state,
     )
 
 
@@ -61,7 +53,7 @@ def save_state(
             "checkpoint, so a resumed run will differ. Save where `accelerator.sync_gradients` is true."
         )
     more = {
-        "model_state": session.engine.model_state_dict,
+        **_form(session, options),
         "hooks": list(session.save_hooks.values()),
         "save_on_each_node": project.save_on_each_node,
         **options,
@@ -86,6 +78,22 @@ def save_state(
     )
     project.iteration = retention.number_of(folder) + 1
     return folder
+
+
+def _form(session: Session, options: dict[str, Any]) -> dict[str, Any]:
+    """How models are written; takes `use_dcp` out of the options.
+
+    Raises:
+        ValueError: `use_dcp` is given, but nothing is sharded.
+    """
+    use_dcp = options.pop("use_dcp", None)
+    if session.engine.divides_state:
+        from hasten.checkpoint.sharded import form_of
+
+        return {"form": form_of(session.state.fsdp_plugin.state_dict_type, use_dcp is not False)}
+    if use_dcp is not None:
+        raise ValueError("`use_dcp` says how sharded models are saved, but these are not sharded: leave it out.")
+    return {"model_state": session.engine.model_state_dict}
 
 
 def load_state(
@@ -146,6 +154,12 @@ def save_model(
     session: Session, item: Any, folder: PathLike, max_shard_size: int | str, safe: bool, each_node: bool
 ) -> None:
     """Write a model's weights; see `Accelerator.save_model`."""
+    if session.engine.divides_state:
+        from hasten.checkpoint import by_name
+
+        parts = by_name.model_state(session.engine.unwrap(item))
+        model.save_divided(parts, folder, max_shard_size, safe, save_on_each_node=each_node, world=session.world)
+        return
     whole = session.engine.model_state_dict(item)
     model.save_model(whole, folder, max_shard_size, safe, save_on_each_node=each_node, world=session.world)
 

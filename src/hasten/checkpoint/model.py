@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +16,8 @@ from hasten.checkpoint import commit
 from hasten.checkpoint.leftovers import open_temporary
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.weights.layout import SAFE_WEIGHTS, WEIGHTS, Layout, plan_layout
-from hasten.weights.names import clean_state_dict_for_safetensors
-from hasten.weights.write import FolderWriter
+from hasten.weights.names import clean_state_dict_for_safetensors, warn_of_ties
+from hasten.weights.write import FolderWriter, in_file_order
 from hasten.world import process
 from hasten.world.process import World
 
@@ -65,19 +67,88 @@ def save_model(
         return
     if safe_serialization:
         state = clean_state_dict_for_safetensors(state)
-    _write(state, plan_layout(state, family, max_shard_size), Path(save_directory).expanduser().absolute())
+    layout = plan_layout(state, family, max_shard_size)
+
+    def put(writer: FolderWriter, name: str, names: Sequence[str]) -> None:
+        part = {key: state[key] for key in names}
+        if safe_serialization:
+            writer.save_safetensors(name, part)
+        else:
+            writer.save_torch(name, part)
+
+    _write(layout, _target(save_directory), put)
 
 
-def _write(state: Mapping[str, torch.Tensor], layout: Layout, target: Path) -> None:
+def save_divided(
+    state: Mapping[str, Any],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    *,
+    save_on_each_node: bool = False,
+    world: World,
+) -> None:
+    """Write the weights of a model that is divided over processes, as `save_model` does; every process calls it.
+
+    Tensors are made whole one after the other, or with `safe_serialization=False` those of one file.
+
+    Args:
+        state: DTensors and tensors by name; names of the same object are tied.
+        save_directory, max_shard_size, safe_serialization, save_on_each_node, world: see `save_model`.
+
+    Raises:
+        OSError: the files can't be written. Other processes raise RuntimeError.
+    """
+    from hasten.checkpoint import by_name, sharded
+
+    if os.path.isfile(save_directory):
+        logger.error("Provided path (%s) should be a directory, not a file", save_directory)
+        return
+    held, others = by_name.apart(state)
+    forms = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in held.items()}
+    layout = plan_layout(forms, SAFE_WEIGHTS if safe_serialization else WEIGHTS, max_shard_size)
+    if others and not safe_serialization:
+        layout = _with_ties(layout, others)
+    elif others and world.is_main:
+        warn_of_ties(others)
+    own = {name: [key for key in names if key in held] for name, names in layout.files.items()}
+    order = [key for names in own.values() for key in (in_file_order({each: forms[each] for each in names}))]
+
+    def use(coming: Iterator[Any]) -> None:
+        def put(writer: FolderWriter, name: str, names: Sequence[str]) -> None:
+            part = {key: forms[key] for key in own[name]}
+            if safe_serialization:
+                writer.save_safetensors(name, part, read=lambda key: next(coming))
+                return
+            whole = {key: next(coming) for key in in_file_order(part)}
+            writer.save_torch(name, {key: whole[others.get(key, key)] for key in names})
+
+        _write(layout, _target(save_directory), put)
+
+    keeps = world.is_main or (save_on_each_node and world.is_local_main)
+    what = f"{save_directory} was not written"
+    sharded.gather_for(what, (held[key] for key in order), use, keeps, world)
+
+
+def _with_ties(layout: Layout, others: Mapping[str, str]) -> Layout:
+    """Further names of tensors come into the file where the tensor is."""
+    files = {
+        name: [*names, *(other for other, first in others.items() if first in names)]
+        for name, names in layout.files.items()
+    }
+    return replace(layout, files=files)
+
+
+def _target(save_directory: str | os.PathLike[str]) -> Path:
+    return Path(save_directory).expanduser().absolute()
+
+
+def _write(layout: Layout, target: Path, put: Callable[[FolderWriter, str, Sequence[str]], None]) -> None:
     temporary = open_temporary(target)
     try:
         with FolderWriter(temporary) as writer:
             for name, names in layout.files.items():
-                part = {key: state[key] for key in names}
-                if layout.family is SAFE_WEIGHTS:
-                    writer.save_safetensors(name, part)
-                else:
-                    writer.save_torch(name, part)
+                put(writer, name, names)
             if layout.is_sharded:
                 writer.save_text(layout.family.index, layout.index())
         files = [*layout.files, *([layout.family.index] if layout.is_sharded else [])]

@@ -8,11 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hasten.checkpoint import positions, random_states, store
+from hasten.checkpoint.roles import Transaction
 from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.names import without_shared
 from hasten.weights.read import load_model
@@ -20,6 +21,9 @@ from hasten.weights.torch_file import read_torch, read_torch_into
 from hasten.weights.write import FolderWriter
 from hasten.world import process
 from hasten.world.process import World
+
+if TYPE_CHECKING:
+    from hasten.checkpoint.sharded import Form
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,8 @@ EXCHANGE_NAME = "exchange_orders.bin"
 
 _OURS = re.compile(
     r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|(optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt|exchange_orders\.bin|"
-    r"dl_state_dict(_\d+)?(_rank\d+)?\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"dl_state_dict(_\d+)?(_rank\d+)?\.bin|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|"
+    r"pytorch_model_fsdp(_\d+)?(_rank\d+)?\.(bin|safetensors)|optimizer_\d+_rank\d+\.bin"
 )
 
 
@@ -45,6 +50,7 @@ class Contents:
         scaler: the gradient scaler, or None.
         step: the number of micro-batches since the last reset.
         exchange_orders: for each model the names of its gradients in the order of their exchange, or None.
+        divided: whether each process holds only a part of the models: then all of them must save and load together.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -55,6 +61,7 @@ class Contents:
     scaler: Any = None
     step: int = 0
     exchange_orders: Sequence[list[str] | None] = ()
+    divided: bool = False
 
 
 def save(
@@ -63,6 +70,7 @@ def save(
     world: World,
     *,
     model_state: Callable[[Any], Mapping[str, Any]] = torch.nn.Module.state_dict,
+    form: Form | None = None,
     hooks: Iterable[Callable[..., Any]] = (),
     safe_serialization: bool = True,
     save_on_each_node: bool = False,
@@ -73,12 +81,14 @@ def save(
     """Write a checkpoint as one transaction; a crash at any moment leaves the old content of the folder or the new one.
 
     Call it on every process, or on the main process alone: then the random states and loader positions of the others are not in it.
+    Where models are divided, every process must call it.
 
     Args:
         folder: where; it is made. Files in it that belong to no earlier checkpoint stay.
         contents: what.
         world: the processes.
-        model_state: gives a model's tensors by name; called for each model on every process.
+        model_state: gives a whole model's tensors by name; called for each model on every process.
+        form: how divided models and their optimizers are written.
         hooks: called as `hook(models, weights, folder)` on every process before the models are written. They may write into the
             folder that they are given, which is not yet the final one, and may empty `weights`.
         safe_serialization: write models as safetensors; False uses `torch.save`.
@@ -94,13 +104,18 @@ def save(
         RuntimeError: another process could not, or did not come in time.
     """
     with store.transaction(folder, world, label=label, is_stale=is_state_file, check=check) as writing:
-        models, weights = list(contents.models), [model_state(model) for model in contents.models]
-        for hook in hooks:
-            hook(models, weights, str(writing.temporary))
+        if form is None:
+            models, weights = list(contents.models), [model_state(model) for model in contents.models]
+            for hook in hooks:
+                hook(models, weights, str(writing.temporary))
+        else:
+            _write_divided(writing, contents, world, hooks, form, safe_serialization)
+            weights = []
+        wholes = _whole_states(contents, world)
         if writing.is_main or (writing.leads and save_on_each_node):
             _write_shared(writing.writer, weights, contents, safe_serialization)
             for index, item in enumerate(contents.custom):
-                writing.writer.save_torch(CUSTOM_NAME.format(index), item.state_dict())
+                writing.writer.save_torch(CUSTOM_NAME.format(index), wholes.get(index) or item.state_dict())
         random_states.write(writing.writer, world.rank, contents.step, world)
         positions.write(writing.writer, contents.dataloaders, world.rank)
         writing.before_commit.append(positions.drop_repeated)
@@ -118,7 +133,7 @@ def load(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Restore what `save` or the reference wrote. No process waits for another.
+    """Restore what `save` or the reference wrote. No process waits for another, unless models are divided: then all must call it.
 
     Args:
         folder: the checkpoint.
@@ -144,7 +159,11 @@ def load(
     for hook in hooks:
         hook(models, str(path))
     device = _device(map_location, world)
-    _read_shared(path, models, contents, device, load_kwargs, load_model_func_kwargs)
+    if contents.divided:
+        _read_divided(path, models, contents, world, load_kwargs, **load_model_func_kwargs)
+    else:
+        _read_whole(path, models, contents, device, load_kwargs, load_model_func_kwargs)
+    _read_shared(path, contents, device, load_kwargs)
     positions.read(path, contents.dataloaders, world.rank)
     for index, item in enumerate(contents.custom):
         load_custom_state(item, os.fspath(path), index)
@@ -203,7 +222,9 @@ def load_accelerator_state(
     folder = Path(input_dir)
     world = process.current()
     contents = Contents((), optimizers, schedulers, dataloaders, (), scaler)
-    _read_shared(folder, models, contents, _device(map_location, world), load_kwargs, load_model_func_kwargs)
+    device = _device(map_location, world)
+    _read_whole(folder, models, contents, device, load_kwargs, load_model_func_kwargs)
+    _read_shared(folder, contents, device, load_kwargs)
     positions.read(folder, dataloaders, process_index)
     step = random_states.read(folder, process_index, world)
     return {} if step is None else {"step": step}
@@ -215,6 +236,17 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     if world.is_main or (save_on_each_node and world.is_local_main):
         with FolderWriter(Path(path)) as writer:
             writer.save_torch(CUSTOM_NAME.format(index), obj.state_dict())
+
+
+def _whole_states(contents: Contents, world: World) -> dict[int, Any]:
+    """The states of registered objects that are divided as the models are, put together; every process takes part."""
+    if not contents.divided:
+        return {}
+    return {
+        index: item.whole_state_dict(world)
+        for index, item in enumerate(contents.custom)
+        if hasattr(item, "whole_state_dict")
+    }
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -233,7 +265,7 @@ def is_state_file(name: str) -> bool:
 
 def _is_of_another_rank(name: str, rank: int) -> bool:
     """Whether only another process reads this file: a thousand processes need not check a thousand such files each."""
-    match = re.fullmatch(r"random_states_(\d+)\.pkl|dl_state_dict.*_rank(\d+)\.bin", name)
+    match = re.fullmatch(r"random_states_(\d+)\.pkl|.*_rank(\d+)\.bin", name)
     return match is not None and rank != int(match[1] or match[2])
 
 
@@ -253,7 +285,7 @@ def _write_shared(writer: FolderWriter, weights: Sequence[Any], contents: Conten
             writer.save_safetensors(numbered(SAFE_WEIGHTS_NAME, index), without_shared(state)[0])
         else:
             writer.save_torch(numbered(WEIGHTS_NAME, index), state)
-    for index, optimizer in enumerate(contents.optimizers):
+    for index, optimizer in enumerate(() if contents.divided else contents.optimizers):
         writer.save_torch(numbered(OPTIMIZER_NAME, index), optimizer.state_dict())
     for index, scheduler in enumerate(contents.schedulers):
         writer.save_torch(numbered(SCHEDULER_NAME, index), scheduler.state_dict())
@@ -263,10 +295,60 @@ def _write_shared(writer: FolderWriter, weights: Sequence[Any], contents: Conten
         writer.save_torch(EXCHANGE_NAME, list(contents.exchange_orders))
 
 
+def _write_divided(
+    writing: Transaction,
+    contents: Contents,
+    world: World,
+    hooks: Iterable[Callable[..., Any]],
+    form: Form,
+    safe: bool,
+) -> None:
+    """What every process has a part of."""
+    from hasten.checkpoint import by_name, sharded
+    from hasten.checkpoint.together import together
+
+    models: list[Any] = list(contents.models)
+    weights: list[Any] = []
+
+    def prepare() -> None:
+        weights.extend(by_name.model_state(model) for model in models)
+        for hook in hooks:
+            hook(models, weights, str(writing.temporary))
+
+    if form is sharded.Form.RANKS:
+        prepare()
+    else:
+        sharded.check_one_folder(writing.temporary, world)
+        together(world, f"{writing.target} was not saved", prepare)
+    for index, state in enumerate(weights):
+        buffers = frozenset(by_name.buffers(models[index])) if index < len(models) else frozenset()
+        sharded.write_model(writing.writer, index, state, form, safe, world, buffers)
+    for index, optimizer in enumerate(contents.optimizers):
+        sharded.write_optimizer(writing.writer, index, optimizer, contents.models, form, world)
+
+
 # -- reading -------------------------------------------------------------------------------------------------------------
 
 
-def _read_shared(
+def _read_shared(folder: Path, contents: Contents, device: Any, load_kwargs: dict[str, Any] | None) -> None:
+    """What is the same on all processes, but for models and optimizers."""
+    options = {"map_location": device, **(load_kwargs or {})}
+    for index, scheduler in enumerate(contents.schedulers):
+        path = _existing(folder, numbered(SCHEDULER_NAME, index), scheduler)
+        scheduler.load_state_dict(read_torch(path, **options))
+    if contents.scaler is not None:
+        path = _existing(folder, SCALER_NAME, contents.scaler)
+        contents.scaler.load_state_dict(read_torch(path, **options))
+    for name, count in ((OPTIMIZER_NAME, len(contents.optimizers)), (SCHEDULER_NAME, len(contents.schedulers))):
+        _warn_of_more(folder / numbered(name, count), count)
+
+
+def _warn_of_more(following: Path, count: int) -> None:
+    if count and following.exists():
+        logger.warning("%s is not loaded: there are only %d such objects now.", following, count)
+
+
+def _read_whole(
     folder: Path,
     models: Sequence[torch.nn.Module],
     contents: Contents,
@@ -274,46 +356,73 @@ def _read_shared(
     load_kwargs: dict[str, Any] | None,
     load_model_kwargs: dict[str, Any],
 ) -> None:
+    """Models and optimizers that this process holds the whole of, also where they were divided when they were saved."""
     options = {"map_location": device, **(load_kwargs or {})}
     for index, model in enumerate(models):
         _read_model(folder, index, model, device, load_model_kwargs)
     for index, optimizer in enumerate(contents.optimizers):
-        _read_optimizer(_existing(folder, numbered(OPTIMIZER_NAME, index), optimizer), optimizer, options)
-    for index, scheduler in enumerate(contents.schedulers):
-        path = _existing(folder, numbered(SCHEDULER_NAME, index), scheduler)
-        scheduler.load_state_dict(read_torch(path, **options))
-    for name, items in (
-        (SAFE_WEIGHTS_NAME, models),
-        (OPTIMIZER_NAME, contents.optimizers),
-        (SCHEDULER_NAME, contents.schedulers),
-    ):
-        following = folder / numbered(name, len(items))
-        if items and following.exists():
-            logger.warning("%s is not loaded: there are only %d such objects now.", following, len(items))
-    if contents.scaler is not None:
-        path = _existing(folder, SCALER_NAME, contents.scaler)
-        contents.scaler.load_state_dict(read_torch(path, **options))
+        _read_optimizer(folder, index, optimizer, contents.models or models, options)
+    _warn_of_more(folder / numbered(SAFE_WEIGHTS_NAME, len(models)), len(models))
+
+
+def _read_divided(
+    folder: Path,
+    models: Sequence[torch.nn.Module],
+    contents: Contents,
+    world: World,
+    load_kwargs: dict[str, Any] | None,
+    strict: bool = True,
+) -> None:
+    from hasten.checkpoint import sharded
+
+    for index, model in enumerate(models):
+        sharded.read_model(folder, index, model, world, strict)
+    for index, optimizer in enumerate(contents.optimizers):
+        sharded.read_optimizer(folder, index, optimizer, contents.models, world, load_kwargs)
 
 
 def _read_model(folder: Path, index: int, model: torch.nn.Module, device: Any, options: dict[str, Any]) -> None:
-    safe = folder / numbered(SAFE_WEIGHTS_NAME, index)
+    safe, other = folder / numbered(SAFE_WEIGHTS_NAME, index), folder / numbered(WEIGHTS_NAME, index)
     if safe.exists():
         load_model(model, safe, device=device, **options)
-        return
-    path = _existing(folder, numbered(WEIGHTS_NAME, index), model, or_else=safe.name)
-    if torch.device(device).type != "cpu" or options.get("assign"):
+    elif not other.exists() and _was_divided(folder, "model", index):
+        from hasten.checkpoint import sharded
+
+        sharded.read_model(folder, index, model, None, **options)
+    elif torch.device(device).type != "cpu" or options.get("assign"):
+        path = _existing(folder, other.name, model, or_else=safe.name)
         model.load_state_dict(read_torch(path, device), **options)
     else:
+        path = _existing(folder, other.name, model, or_else=safe.name)
         model.load_state_dict(read_torch_into(path, model.state_dict()), **options)
 
 
-def _read_optimizer(path: Path, optimizer: Any, options: dict[str, Any]) -> None:
+def _read_optimizer(folder: Path, index: int, optimizer: Any, models: Sequence[Any], options: dict[str, Any]) -> None:
+    path = folder / numbered(OPTIMIZER_NAME, index)
+    state = None
+    if path.exists() or not _was_divided(folder, "optimizer", index):
+        state = _read_state(_existing(folder, path.name, optimizer), optimizer, options)
+        groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
+        if not any(isinstance(name, str) for group in groups for name in group["params"]):
+            optimizer.load_state_dict(state)
+            return
+    from hasten.checkpoint import sharded  # parameters are known by name
+
+    sharded.read_optimizer(folder, index, optimizer, models, None, options)
+
+
+def _read_state(path: Path, optimizer: Any, options: dict[str, Any]) -> Any:
     if options["map_location"] not in ("cpu", torch.device("cpu")):
-        optimizer.load_state_dict(read_torch(path, **options))
-        return
+        return read_torch(path, **options)
     options = {name: value for name, value in options.items() if name != "map_location"}
-    # Tensors go straight into the memory that the optimizer has for them: of other ones torch's own check complains below.
-    optimizer.load_state_dict(read_torch_into(path, optimizer.state_dict(), **options))
+    # Tensors go straight into the memory that the optimizer has for them: of other ones torch's own check complains later.
+    return read_torch_into(path, optimizer.state_dict(), **options)
+
+
+def _was_divided(folder: Path, kind: str, index: int) -> bool:
+    from hasten.checkpoint import sources
+
+    return sources.find(folder, kind, index) is not None
 
 
 def _existing(folder: Path, name: str, item: Any, or_else: str | None = None) -> Path:
