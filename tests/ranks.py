@@ -218,7 +218,7 @@ class _Rank:
         """Have the processes that a stuck one has forked print their stacks: it may be waiting for one of them."""
         with suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
-                child.send_signal(signal.SIGABRT)  # faulthandler, which they have inherited, writes to the stderr of the rank
+                child.send_signal(signal.SIGABRT)  # faulthandler, inherited, then writes to the stderr of the rank
                 psutil.wait_procs([child], ANSWER_LIMIT)
 
     def kill(self) -> None:

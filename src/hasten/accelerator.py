@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -542,6 +542,100 @@ class Accelerator(ProcessView):
         """The whole model's tensors by qualified name; `unwrap=False` keeps the prefixes of the prepared model."""
         return self._session.engine.model_state_dict(model) if unwrap else model.state_dict()
 
+    def register_forward_method(self, model: torch.nn.Module, name: str) -> None:
+        """Let a method of a prepared model other than `forward`, say `encode` or `generate`, do what `forward` does.
+
+        From then on `model.encode(...)` gathers shards, exchanges the gradients that come from it, and runs under autocast. Call
+        it after `prepare`, once per method; without it a method of a sharded model meets shards, and one of a replicated model is
+        not found. On one process without mixed precision it changes nothing.
+
+        Raises:
+            ValueError: there is no such method, or `model` is a part of a unit.
+
+        Example:
+            >>> model = accelerator.prepare(model)
+            >>> accelerator.register_forward_method(model, "encode")
+            >>> loss = loss_of(model.encode(batch))
+        """
+        self._session.register_forward_method(model, name)
+
+    def gathered(
+        self, model: torch.nn.Module, *, writeback: bool = False, dtype: torch.dtype | None = None
+    ) -> AbstractContextManager[Any]:
+        """Inside, a prepared model is your own module with whole, plain parameters, on every process; call it on all of them.
+
+        Everything can be done with it but training: looking at parameters, `forward` and any other method (`generate` gathers once
+        and not at every token), changing values. Memory: the whole model on each process, see `gathered_units`. Replicated models
+        are whole anyway, and behave in the same way.
+
+        Args:
+            model: the prepared model.
+            writeback: keep what rank 0 has made of the parameters; what other ranks did to them is dropped. Buffers are each
+                rank's own. Backward passes of forward passes from before fail, as torch says, since parameters were changed.
+            dtype: a format for floating-point parameters, say torch.bfloat16 for half the memory.
+
+        Raises:
+            ValueError: parameters were changed without `writeback`, have another shape, or have gradients, at the end.
+            RuntimeError: the model is in a forward or backward pass.
+
+        Example:
+            >>> with accelerator.gathered(model) as whole, torch.no_grad():
+            ...     answer = whole.generate(question)
+        """
+        from hasten.parallel import gathered
+
+        return gathered.gathered(self._session.own_module(model), self.world, writeback, dtype)
+
+    def gathered_units(
+        self, model: torch.nn.Module, *, writeback: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, dict[str, torch.nn.Parameter]]]:
+        """One unit of a model after the other with whole parameters: as `gathered`, in the memory of one unit.
+
+        Yields a unit's name and its parameters by qualified name, each once; meanwhile the modules have them. A model that is not
+        sharded is one unit. All processes must go to the end; who leaves the loop early gives up the changes of the present unit.
+
+        Example:
+            >>> for _, parameters in accelerator.gathered_units(model, writeback=True):
+            ...     for name, parameter in parameters.items():
+            ...         torch.nn.init.normal_(parameter, std=0.02)
+        """
+        from hasten.parallel import gathered
+
+        return gathered.gathered_units(self._session.own_module(model), self.world, writeback, dtype)
+
+    def stream_weights(
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        at_once: int = 64 << 20,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and whole tensors of a model's state, one after the other, on every process: for an inference engine, say.
+
+        Names and values are those of `get_state_dict`: parameters and persistent buffers; names that share a tensor come one after
+        the other, with the same tensor. Tensors may be the model's own memory: do not change them.
+
+        A process has at most one whole tensor and one of the loop's, or `at_once` bytes of small ones, which travel in one
+        collective, after a small one in which processes make sure that all are here. All processes iterate to the end, or leave
+        at the same place; if one leaves alone, the others get an error at their next step.
+
+        Args:
+            model: the prepared model.
+            dtype: a format into which floating-point tensors are converted, before they travel.
+            device: where the tensors shall be; by default this process's device, or where the model is.
+            at_once: bytes of small tensors that travel together; a larger tensor travels alone.
+
+        Example:
+            >>> for name, tensor in accelerator.stream_weights(model, torch.bfloat16):
+            ...     if accelerator.is_main_process:
+            ...         engine.load(name, tensor)
+        """
+        from hasten.weights import whole
+
+        entries = whole.state_of(self._session.own_module(model))
+        return whole.stream(entries, self.world, "stream_weights", dtype, device, at_once)
+
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether a device map has spread the model over several devices."""
         return self._session.is_spread(model)
@@ -578,6 +672,7 @@ class Accelerator(ProcessView):
         Args:
             output_dir: the folder; ignored under automatic checkpoint naming.
             safe_serialization: write models as safetensors.
+            save_model_func_kwargs: for sharded models, `use_dcp=False` writes one file of each process.
 
         Raises:
             ValueError: no folder is given and checkpoints are not named automatically, or the folder's number exists already.
@@ -622,6 +717,37 @@ class Accelerator(ProcessView):
 
         each_node = self.project_configuration.save_on_each_node
         saving.save_model(self._session, model, save_directory, max_shard_size, safe_serialization, each_node)
+
+    def load_weights(
+        self,
+        model: torch.nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        initialise: Callable[[torch.nn.Module], Any] | None = None,
+    ) -> tuple[list[str], list[str]]:
+        """Load weights from files into a model, prepared or not; call it on every process, before anything is trained.
+
+        Of a sharded model each process reads its own parts only, so that a model on the meta device
+        (`with torch.device("meta")`) is loaded without ever being whole in memory.
+
+        Args:
+            model: the model; what of it is on the meta device gets memory.
+            path: a safetensors file or one of `torch.save`, an index of several, a folder with one of these, a folder of the
+                Hugging Face cache, or the name of a model in it. Nothing is downloaded.
+            strict: raise if names are missing or unexpected; tied names need to be there once.
+            initialise: is called with each module of which a tensor is on the meta device and not in the files (buffers that are
+                not saved, new heads), and sets it; in transformers `model._init_weights`.
+
+        Returns:
+            The missing and the unexpected names.
+
+        Raises:
+            FileNotFoundError: there are no weights at the path.
+            RuntimeError: a file is damaged, or names differ under `strict`.
+            ValueError: shapes differ, or tensors would be left without values.
+        """
+        return self._session.load_weights(model, path, strict, initialise)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, once per job, or once per machine under `save_on_each_node`."""

@@ -45,8 +45,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def saves_state(self) -> bool:
-        """Whether checkpoints can hold its models and their optimizers."""
+    def divides_state(self) -> bool:
+        """Whether each process holds only parts of parameters, as DTensors, so that all must take part in saving and loading."""
         ...
 
     @property
@@ -65,6 +65,10 @@ class Engine(Protocol):
 
     def follow(self, optimizer: Any) -> int:
         """Let a torch optimizer hold what the parameters of wrapped models have become; returns how many it found."""
+        ...
+
+    def current(self, parameters: Any) -> Any:
+        """What parameters have become that may have been listed before their model was wrapped."""
         ...
 
     def wrap(self, model: Any, evaluation: bool) -> Any:
@@ -93,6 +97,10 @@ class Engine(Protocol):
 
     def repeat_exchange_order(self, model: Any, names: Sequence[str]) -> None:
         """Exchange in this order from the start, as the run did that is to be continued; called on every rank."""
+        ...
+
+    def load_weights(self, model: Any, path: Any, **options: Any) -> tuple[list[str], list[str]]:
+        """Load weights from files into the user's own module, wrapped or not; returns the missing and the unexpected names."""
         ...
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:

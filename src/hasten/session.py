@@ -141,6 +141,10 @@ class Session:
             self.engine.follow(optimizer.optimizer)
         self.models.append(wrapped)
         self.recipes[id(wrapped)] = recipe, steps
+        if hasattr(wrapped, "reshard") and callable(getattr(wrapped, "generate", None)):
+            self.register_forward_method(
+                wrapped, "generate"
+            )  # it may run an encoder, or the model in an adapter, by itself
         return wrapped
 
     def _transforms(self) -> list[Any]:
@@ -184,6 +188,7 @@ class Session:
     def _lead(self, optimizer: AcceleratedOptimizer) -> None:
         # An optimizer obeys the Accelerator that prepared it last.
         optimizer.gradient_state = self.gradients
+        optimizer.follow = self.engine.follow
         optimizer.scaler = optimizer.update_scale = None
         if self.scaling is not None:
             optimizer.scaler, optimizer.update_scale = self.scaling.scaler, self.scaling.stepped
@@ -307,12 +312,14 @@ class Session:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm."""
+        parameters = self.engine.current(parameters)
         if self.scaling is not None:
             parameters = self._unscaled(self.scaling, parameters)
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip element by element."""
+        parameters = self.engine.current(parameters)
         if self.scaling is not None:
             parameters = self._unscaled(self.scaling, parameters)
         from hasten.weights import gradients
@@ -393,6 +400,12 @@ class Session:
             )
         return nullcontext()
 
+    def load_weights(self, model: Any, path: Any, strict: bool, initialise: Any) -> tuple[list[str], list[str]]:
+        """Load weights from files; see `Accelerator.load_weights`."""
+        return self.engine.load_weights(
+            self.unwrap_model(model, True, False), path, strict=strict, initialise=initialise
+        )
+
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> Any:
         """The user's own module inside a prepared one, compiled or not."""
         compiled = hasattr(model, "_orig_mod")
@@ -407,6 +420,24 @@ class Session:
             model._orig_mod = inner
             return model
         return inner
+
+    def own_module(self, model: Any) -> Any:
+        """The user's own module inside a prepared one, which torch.compile may have wrapped on either side."""
+        inner = self.engine.unwrap(getattr(model, "_orig_mod", model))
+        return getattr(inner, "_orig_mod", inner)
+
+    def register_forward_method(self, model: Any, name: str) -> None:
+        """Let a method run as `forward` does; see `Accelerator.register_forward_method`."""
+        from hasten.parallel import methods
+
+        around = None
+        if self.dtype is not None:
+            from hasten.precision import autocast
+
+            around = autocast.AutocastForward(
+                self.world.device.type, self.dtype, self.handlers["autocast_handler"]
+            ).around
+        methods.register_forward_method(model, name, around, roots=[self.own_module(each) for each in self.models])
 
     def explain(self, item: Any) -> Any:
         """The plans of the prepared models, or the plan or the epoch contract of `item`."""

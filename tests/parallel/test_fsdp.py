@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    FullStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     StateDictType,
-    fully_shard,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DistributedType, GradScalerKwargs
 from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
+from hasten.settings import environment
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.parallelism import ParallelismSizes
 from hasten.world.mesh import ParallelismConfig
@@ -96,6 +97,48 @@ def test_the_environment_is_read(monkeypatch):
     assert FullyShardedDataParallelPlugin(reshard_after_forward=True, min_num_params=3).reshard_after_forward is True
     monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Block, Linear")
     assert FullyShardedDataParallelPlugin().transformer_cls_names_to_wrap == ["Block", "Linear"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "frees", "said"),
+    [
+        ("VERSION=2 SHARDING_STRATEGY=FULL_SHARD RESHARD_AFTER_FORWARD=false", False, ""),
+        ("VERSION=2 SHARDING_STRATEGY=2 RESHARD_AFTER_FORWARD=false", False, ""),
+        ("VERSION=2 SHARDING_STRATEGY=2", True, "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP has no effect"),
+        ("VERSION=1 SHARDING_STRATEGY=2 RESHARD_AFTER_FORWARD=true", False, ""),
+        ("VERSION=1 RESHARD_AFTER_FORWARD=false", True, "FSDP_RESHARD_AFTER_FORWARD=false has no effect"),
+        ("RESHARD_AFTER_FORWARD=SHARD_GRAD_OP", False, ""),
+    ],
+)
+def test_variables_of_the_other_version(monkeypatch, caplog, variables, frees, said):
+    for variable in variables.split():
+        name, _, value = variable.partition("=")
+        monkeypatch.setenv(f"FSDP_{name}", value)
+    with caplog.at_level(logging.WARNING, "hasten"):
+        assert FullyShardedDataParallelPlugin().reshard_after_forward is frees
+    messages = [each.getMessage() for each in caplog.records if "no effect" in each.getMessage()]
+    assert len(messages) == bool(said)
+    assert said in "".join(messages)
+
+
+def test_an_argument_in_the_words_of_version_2_beats_variables_of_version_1(monkeypatch):
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    assert FullyShardedDataParallelPlugin(reshard_after_forward=False).reshard_after_forward is False
+
+
+def test_a_variable_that_is_not_legal_is_named(monkeypatch):
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "many")
+    with pytest.raises(ValueError, match="The environment variable FSDP_MIN_NUM_PARAMS is 'many', but must be a whole"):
+        FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_other_libraries_are_told_who_reads_the_weights(monkeypatch, given):
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
+    FullyShardedDataParallelPlugin()
+    assert environment.get("fsdp_cpu_ram_efficient_loading") is None
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=given)
+    assert environment.get("fsdp_cpu_ram_efficient_loading") is given
 
 
 class Marked(Language):
@@ -176,10 +219,18 @@ def test_what_is_refused(fields, message):
         FullyShardedDataParallelPlugin(**fields)
 
 
-@pytest.mark.parametrize("name", ["cpu_ram_efficient_loading", "param_init_fn"])
-def test_what_is_not_built_says_so(name):
-    with pytest.raises(NotImplementedError, match=name):
-        FullyShardedDataParallelPlugin(**{name: True})
+def test_how_whole_states_and_shards_are_given():
+    made = FullyShardedDataParallelPlugin()
+    assert made.state_dict_config.offload_to_cpu
+    made.set_state_dict_type("FULL_STATE_DICT")
+    assert made.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    assert made.optim_state_dict_config.rank0_only
+    again = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT", state_dict_config=made.state_dict_config)
+    assert again.state_dict_config == made.state_dict_config
+    with pytest.raises(ValueError, match=r"rank0_only=False\) can not be obeyed: with FULL_STATE_DICT it is"):
+        FullyShardedDataParallelPlugin(
+            state_dict_type="FULL_STATE_DICT", state_dict_config=FullStateDictConfig(rank0_only=False)
+        )
 
 
 # ---- with an Accelerator ----
@@ -357,8 +408,6 @@ def looks() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
     model = accelerator.prepare(language(tied=True))
     whole = accelerator.get_state_dict(model)
-    with pytest.raises(NotImplementedError, match="save_state") as caught:
-        accelerator.save_state("nowhere")
     return {
         "type": accelerator.distributed_type == DistributedType.FSDP,
         "fsdp2": accelerator.is_fsdp2,
@@ -366,7 +415,6 @@ def looks() -> dict[str, Any]:
         "unwrapped": accelerator.unwrap_model(model) is model,
         "plan": str(accelerator.explain(model)),
         "whole": {name: tuple(value.shape) for name, value in whole.items()},
-        "refused": str(caught.value),
         "plugin": accelerator.state.fsdp_plugin.fsdp_version,
     }
 
@@ -385,21 +433,6 @@ def test_what_an_accelerator_says():
     shapes = {name: tuple(value.shape) for name, value in language(tied=True).state_dict().items()}
     assert first["whole"] == shapes
     assert second["whole"] == {}
-
-
-def sharded_by_the_user() -> tuple[bool, bool, bool]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
-    model: Any = fully_shard(language(), mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
-    before = list(model.parameters())
-    prepared, optimizer = accelerator.prepare(model, adamw(model))
-    held = optimizer.param_groups[0]["params"]
-    return prepared is model, isinstance(prepared, FSDPModule), all(map(lambda a, b: a is b, held, before))
-
-
-def test_a_model_that_is_sharded_already_is_left_alone():
-    assert run_ranks(sharded_by_the_user, 2) == [(True, True, True)] * 2
 
 
 def from_the_environment() -> tuple[bool, list[str]]:
@@ -464,3 +497,51 @@ def test_other_objects_are_refused():
 def test_shards_need_a_plugin():
     with pytest.raises(NotImplementedError, match="with a FullyShardedDataParallelPlugin"):
         Accelerator(cpu=True, parallelism_config=ParallelismSizes(dp_shard_size=2))
+
+
+class Speaker(Language):
+    """One that runs its parts by themselves, as models with an encoder do."""
+
+    def generate(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(2):
+                hidden = self.embedding(tokens)
+                for layer in self.layers:
+                    hidden = layer(hidden)
+                tokens = torch.cat([tokens, self.head(self.norm(hidden))[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+def speaker(tied: bool) -> Speaker:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Speaker(2, tied, width=8)
+
+
+def spoken(tied: bool) -> tuple[Tensor, list[float]]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin())
+    model = speaker(tied)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    words = model.generate(torch.arange(4)[None] + accelerator.process_index)  # before any forward pass
+    losses = []
+    for _ in range(2):
+        loss = loss_of(model, torch.arange(5)[None])
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return words, losses
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_generate(tied):
+    whole = speaker(tied)
+    expected = [whole.generate(torch.arange(4)[None] + rank) for rank in range(2)]
+    optimizer = adamw(whole)
+    first = loss_of(whole, torch.arange(5)[None])
+    first.backward()
+    optimizer.step()
+    second = loss_of(whole, torch.arange(5)[None])
+    for (words, losses), own in zip(run_ranks(spoken, 2, tied), expected, strict=True):
+        assert torch.equal(words, own)
+        assert losses == pytest.approx([first.item(), second.item()], rel=1e-5)

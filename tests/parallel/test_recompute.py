@@ -1,5 +1,6 @@
 import copy
 import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,75 @@ def test_inputs_go_to_the_host(monkeypatch):
     assert packed == [(True, torch.Size([BATCH, LENGTH, WIDTH]))] * LAYERS
 
 
+class Counting(Block):
+    """Its result depends on a buffer that it changes, in one of two ways, and normalises by running statistics."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("last", torch.zeros(width))
+        self.batch = nn.BatchNorm1d(LENGTH, momentum=0.3)
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.batch(super().forward(inputs)) * self.count.reciprocal() + self.last.square()
+        self.count += 1
+        self.last = outputs.detach().mean((0, 1))
+        return outputs
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": True}, {"keep": [torch.ops.aten.addmm.default]}])
+def test_buffers_are_found_as_they_were(settings):
+    plain, model = stack(Counting), stack(Counting)
+    recompute(**settings).apply(model)
+    for _ in range(2):
+        for one, other in zip(gradients(plain, inputs()), gradients(model, inputs()), strict=True):
+            assert torch.equal(one, other)
+    for (name, one), other in zip(plain.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    assert model[0].count == 3
+
+
+def test_buffers_of_layers_that_run_twice_in_a_pass():
+    torch.manual_seed(0)
+    plain = Counting()
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting())
+    recompute().apply(model)
+    results = []
+    for layer, data in ((plain, inputs()), (model[0], inputs())):
+        loss = layer(layer(data)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([each.grad for each in (*layer.parameters(), data)] + list(layer.buffers()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_of_one_class_stay_so():
+    model = stack()
+    recompute().apply(model)
+    assert type(model[0]) is type(model[1])
+
+
+def test_a_slice_of_a_layer_is_a_plain_one():
+    model = nn.Sequential(nn.Sequential(Block(WIDTH), Block(WIDTH)))
+    Recompute(lambda model: by_class(model, ["Sequential"])).apply(model)
+    calls: list[int] = []
+    part = model[0][:1]
+    part[0].register_forward_pre_hook(lambda module, args: calls.append(0))
+    part(inputs()).sum().backward()
+    assert calls == [0]
+
+
+def test_a_pickle_holds_layers_of_their_own_class():
+    model = stack()
+    recompute(keep=[torch.ops.aten.mm.default]).apply(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded[0]) is Block
+    assert torch.equal(loaded(inputs()), model(inputs()))
+
+
 def test_hooks_of_a_layer_run_again():
     model = stack()
     recompute(every=2).apply(model)
@@ -176,6 +246,16 @@ def test_a_cache_is_given_up(caplog):
         recompute().apply(model)
     assert model.config.use_cache is False
     assert [record.getMessage()[:44] for record in caplog.records] == ["Language.config.use_cache is set to False: l"]
+
+
+def test_checkpointing_of_its_own_is_given_up(caplog):
+    model: Any = Language()
+    model.layers[0].gradient_checkpointing = model.gradient_checkpointing = True
+    model.layers[1].gradient_checkpointing = False
+    with caplog.at_level(logging.WARNING, "hasten"):
+        recompute().apply(model)
+    assert not any((model.gradient_checkpointing, *(layer.gradient_checkpointing for layer in model.layers)))
+    assert [record.getMessage()[:45] for record in caplog.records] == ["Language checkpoints its activations itself ("]
 
 
 def test_without_layers_it_is_refused():

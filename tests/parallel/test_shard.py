@@ -199,16 +199,49 @@ def test_parameters_are_stored_in_fp32_under_mixed_precision():
         assert (moved > 0).float().mean() > 0.8
 
 
-def without_values() -> str:
-    with torch.device("meta"):
-        model = Language()
-    with pytest.raises(NotImplementedError, match="meta device") as caught:
-        engine().wrap(model)
-    return str(caught.value)
+class Described(nn.Module):
+    """One whose state has entries that are no attributes, as quantized layers have them, and one that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scales"] = torch.ones(2)
+
+    def get_extra_state(self) -> str:
+        return "a note"
+
+    def set_extra_state(self, state: str) -> None:
+        assert state == "a note"
 
 
-def test_models_without_values():
-    assert all("'embedding.weight'" in text for text in run_ranks(without_values, 2))
+def described() -> dict[str, Any]:
+    shard = engine(choose=lambda model: None)
+    return shard.model_state_dict(shard.wrap(nn.Sequential(Described())))
+
+
+def test_a_state_may_hold_anything():
+    main, other = run_ranks(described, 2)
+    assert other == {}
+    assert main.pop("0._extra_state") == "a note"
+    torch.testing.assert_close(main, {"0.weight": torch.arange(8.0).view(4, 2), "0.scales": torch.ones(2)})
+
+
+def quantized() -> set[str]:
+    model = language()
+    integers: Any = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    packed: Any = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)  # integers in that format
+    packed.quant_state = "what they mean"
+    model.layers[0].integers, model.layers[1].packed = integers, packed
+    engine().wrap(model)
+    return {name for name, each in model.named_parameters() if not isinstance(each, DTensor)}
+
+
+def test_quantized_weights_stay_whole():
+    for whole in run_ranks(quantized, 2):
+        assert whole == {"layers.0.integers", "layers.1.packed"}
 
 
 def frozen() -> tuple[list[Tensor], list[bool]]:

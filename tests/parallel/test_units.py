@@ -137,3 +137,78 @@ def test_sizes():
     assert [unit.modules for unit in plan_units(model, by_size(model, 10**6))] == [("",)]
     inner = plan_units(model, by_size(model, 30))
     assert ("layers.0.up",) in [unit.modules for unit in inner]
+
+
+def test_what_has_no_forward_pass_is_gathered_by_what_is_around_it():
+    model = Language()
+    model.scales = nn.ParameterList([torch.ones(4)])
+    model.layers[1].scales = nn.ParameterDict({"one": nn.Parameter(torch.ones(4))})
+    found = units(model, "Block", "ModuleList")
+    assert list(found) == [("layers.0",), ("layers.1",), ("embedding",), ("norm", "head"), ("",)]
+    assert found["",].parameters == ("scales.0",)
+    assert "layers.1.scales.one" in found["layers.1",].parameters
+
+
+def test_a_module_of_two_layers_is_a_unit_of_its_own():
+    model = Language()
+    model.layers[1].up = model.layers[0].up
+    found = units(model, "Block")
+    assert next(iter(found)) == ("layers.0.up",)
+    assert found["layers.0.up",].reason == "it stands in several places"
+    assert "layers.1.norm.weight" in found["layers.1",].parameters
+
+
+def test_a_list_of_parameters_of_two_layers_joins_them():
+    model = Language()
+    model.layers[0].scales = model.layers[1].scales = nn.ParameterList([torch.ones(4)])
+    assert ("layers.0", "layers.1") in units(model, "Block")
+
+
+def test_a_block_that_is_used_twice_is_one_unit():
+    model = Language(3)
+    model.layers[2] = model.layers[0]
+    assert list(units(model, "Block"))[:2] == [("layers.0",), ("layers.1",)]
+
+
+def test_what_the_model_itself_shares_it_gathers():
+    model = Language()
+    model.own = model.layers[0].up.weight
+    found = plan_units(model, by_class(model, ["Block"]))
+    assert [unit.modules for unit in found] == [("layers.0",), ("layers.1",), ("embedding",), ("norm", "head"), ("",)]
+    assert found[-1].parameters == ("own",)
+    assert "layers.0.up.weight" not in found[0].parameters
+
+
+def test_other_formats_are_units_of_their_own():
+    model = Language()
+    model.layers[0].norm.double()
+    model.norm.double()
+    model.layers[1].up.requires_grad_(False).bfloat16()  # not trained, so nothing is reduced
+    found = units(model, "Block")
+    assert list(found) == [
+        ("layers.0.norm",),
+        ("layers.0",),
+        ("layers.1",),
+        ("embedding",),
+        ("norm",),
+        ("head",),
+        ("",),
+    ]
+    assert found["layers.0.norm",].reason == "trained in float64"
+    assert "layers.0.norm.weight" not in found["layers.0",].parameters
+
+
+def test_formats_without_a_choice():
+    model = Language()
+    model.embedding.bfloat16()
+    assert [unit.modules for unit in plan_units(model, None)] == [("embedding",), ("",)]
+    assert [unit.modules for unit in plan_units(model, None, upcast=True)] == [("",)]  # it will be stored in fp32
+
+
+def test_a_module_of_several_formats_is_refused():
+    model = Language()
+    model.layers[0].up.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'layers.0.up' trains.*torch.float32 and torch.float64.*ignored_modules"):
+        units(model, "Block")
+    model.layers[0].up.bias.requires_grad_(False)
+    units(model, "Block")

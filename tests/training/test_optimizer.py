@@ -10,6 +10,7 @@ from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.handlers import GradScalerKwargs
 from hasten.training.accumulation import GradientState
 from hasten.training.optimizer import AcceleratedOptimizer
+from hasten.weights import successors
 from tests.ranks import run_ranks
 from tests.simulated_device import install
 
@@ -62,6 +63,34 @@ def test_groups_are_added_and_states_loaded_through_it():
     prepared.step()
     prepared.load_state_dict(saved)
     assert torch.equal(prepared.state[parameter]["momentum_buffer"], torch.ones(2))
+
+
+def test_groups_may_name_parameters_that_have_been_replaced():
+    prepared, _ = make()
+    old, new, named, newer = (torch.nn.Parameter(torch.ones(size)) for size in (4, 2, 4, 2))
+    successors.replace(old, new)
+    successors.replace(named, newer)
+    followed: list[Any] = []
+    prepared.follow = followed.append
+    prepared.add_param_group({"params": old, "lr": 0.1})
+    assert prepared.param_groups[1]["params"][0] is new
+    with pytest.raises(TypeError, match="ordered"):
+        prepared.add_param_group({"params": {named}})
+    assert followed == [prepared.optimizer]
+    inner = torch.optim.SGD([("first", torch.nn.Parameter(torch.ones(1)))], lr=0.1)
+    prepared = AcceleratedOptimizer(inner)
+    prepared.add_param_group({"params": [("second", named)]})
+    assert prepared.param_groups[1]["params"][0] is newer
+    assert prepared.param_groups[1]["param_names"] == ["second"]
+
+
+def test_only_state_that_lives_on_single_ranks_is_divided():
+    prepared, _ = make(momentum=0.9)
+    prepared.divide_state()
+    divided: list[Any] = []
+    prepared.optimizer._steps_over = type("Steps", (), {"divide_state": staticmethod(divided.append)})
+    prepared.divide_state()
+    assert divided == [prepared.optimizer]
 
 
 def test_hooks_and_what_else_an_optimizer_has_are_reached():

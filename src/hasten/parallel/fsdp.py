@@ -14,17 +14,23 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from hasten.parallel.recompute import Recompute
+from hasten.parallel.recompute import Recompute, Recomputed
 from hasten.parallel.shard import Sharding
 from hasten.parallel.units import Choose, by_class, by_size
-from hasten.settings import environment
+from hasten.settings import environment, export
 from hasten.settings.values import FALSE, TRUE
 from hasten.world.context import CONTEXT
 
@@ -55,6 +61,23 @@ _STRATEGIES = {
     ShardingStrategy.NO_SHARD: (False, NOWHERE),
 }
 
+# Fields whose settings have other names.
+_SETTINGS = {
+    "cpu_offload": "fsdp_offload_params",
+    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
+
+_CONFIGS: dict[StateDictType, tuple[StateDictConfig, OptimStateDictConfig]] = {
+    StateDictType.FULL_STATE_DICT: (
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+    ),
+    StateDictType.SHARDED_STATE_DICT: (
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=True),
+    ),
+}
+
 _STRATEGY_NAMES = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
 
 
@@ -62,7 +85,8 @@ _STRATEGY_NAMES = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
 class FullyShardedDataParallelPlugin:
     """How the parameters of prepared models are divided over the ranks.
 
-    A field of None is read from its environment variable, `FSDP_<FIELD>`, else has its default.
+    A field of None is read from its environment variable, `FSDP_<FIELD>`, which a flag or a file of `hasten launch` may have set,
+    else it has its default.
 
     There is one engine, torch's `fully_shard` (version 2). Settings of version 1 are translated, which is said once, and
     `fsdp_version` is 2 from then on.
@@ -83,13 +107,18 @@ class FullyShardedDataParallelPlugin:
         ignored_modules: modules that every rank keeps whole, or a pattern that their whole names match.
         forward_prefetch: gather so many units ahead in the forward pass; True for one.
         backward_prefetch: torch's own choice is always in effect; an integer gathers so many units ahead.
-        state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT, for checkpoints, which are not built yet for sharded models.
+        state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT: the form of checkpoints, see docs/checkpoints.md.
         use_orig_params, sync_module_states, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
         activation_checkpointing: layers keep their input only and run again in the backward pass. True for all layers (the
             outermost that the policy chooses), an integer n for every n-th, or operations whose results are kept all the same (a
             list or a policy, see `torch.utils.checkpoint.create_selective_checkpoint_contexts`).
         activation_checkpointing_offload: and these inputs are kept in the memory of the host.
-        cpu_ram_efficient_loading, param_init_fn, state_dict_config, optim_state_dict_config: not built yet.
+        cpu_ram_efficient_loading: only the first process has (or loads) the values of a model; each other one gets its shards of
+            them, and may have its model on the meta device.
+        param_init_fn: gives memory and values to each module that is on the meta device, unit by unit, so that no more than one
+            is whole at a time. Each process must draw the same random numbers.
+        state_dict_config, optim_state_dict_config: torch's, as the type has them: whole tensors come to the CPU of rank 0, shards
+            to the CPU of each.
 
     Raises:
         ValueError: a value is not legal; the message says which are.
@@ -121,7 +150,7 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         self._layout = EVERYWHERE
         self.fsdp_version = self._version()
-        self._refuse_unbuilt()
+        self._choose_loading()
         self._choose_recomputation()
         self._choose_strategy()
         self._choose_state_dict_type()
@@ -139,27 +168,35 @@ class FullyShardedDataParallelPlugin:
     # -- reading the fields ------------------------------------------------------------------------------------------
 
     def _version(self) -> int:
-        given = self._given("fsdp_version", "FSDP_VERSION")
+        given = self._given("fsdp_version")
         if given is None:
-            return 2 if self._given("sharding_strategy") is None else 1
+            return self._version_of_words()
         if str(given) not in ("1", "2"):
             raise ValueError(f"fsdp_version={given!r}: allowed are 1 and 2.")
         return int(given)
 
-    def _refuse_unbuilt(self) -> None:
+    def _version_of_words(self) -> int:
+        """The version in whose words a strategy is given: by an argument, else by a variable."""
+        if self.sharding_strategy is not None or _names_strategy(self.reshard_after_forward):
+            return 1
+        if self.reshard_after_forward is not None:
+            return 2
+        old = self._given("sharding_strategy") is not None or _names_strategy(self._given("reshard_after_forward"))
+        return 1 if old else 2
+
+    def _choose_loading(self) -> None:
+        argument = self.cpu_ram_efficient_loading
         self.cpu_ram_efficient_loading = bool(self._flag("cpu_ram_efficient_loading"))
-        for name in ("param_init_fn", "state_dict_config", "optim_state_dict_config", "cpu_ram_efficient_loading"):
-            if getattr(self, name):
-                raise NotImplementedError(
-                    f"FullyShardedDataParallelPlugin({name}=...) is not built yet (area: FSDP2). Leave it out."
-                )
+        if argument is not None:  # what reads the weights looks at the environment
+            export.export("fsdp_cpu_ram_efficient_loading", self.cpu_ram_efficient_loading)
 
     def _choose_recomputation(self) -> None:
-        given = self.activation_checkpointing
-        if isinstance(given, bool) or given is None or isinstance(given, str):
-            self.activation_checkpointing = bool(self._flag("activation_checkpointing"))
+        given = self._given("activation_checkpointing")
+        if given is None or isinstance(given, (bool, str)):
+            given = bool(self._flag("activation_checkpointing"))
         elif isinstance(given, int) and given < 1:
             raise ValueError(f"activation_checkpointing={given}: every n-th layer, so n must be at least 1.")
+        self.activation_checkpointing = given
         self.activation_checkpointing_offload = bool(self._flag("activation_checkpointing_offload"))
         if not self.activation_checkpointing_offload:
             return
@@ -177,14 +214,14 @@ class FullyShardedDataParallelPlugin:
             return Recompute(self.choose, int(given), offload=bool(self.activation_checkpointing_offload))
         return Recompute(self.choose, keep=given, offload=bool(self.activation_checkpointing_offload))
 
-    def _given(self, name: str, variable: str | None = None) -> Any:
-        """A field as it was given, else the text of its environment variable; None if nobody set it."""
+    def _given(self, name: str) -> Any:
+        """A field as it was given, else the value of its environment variable; None if nobody set it."""
         value = getattr(self, name)
-        return environment.raw(variable or f"FSDP_{name.upper()}") if value is None else value
+        return environment.get(setting_of(name)) if value is None else value
 
-    def _flag(self, name: str, variable: str | None = None) -> bool | None:
+    def _flag(self, name: str) -> bool | None:
         """A field that is true or false, from Python, as text or from the environment; None if nobody set it."""
-        given = self._given(name, variable)
+        given = self._given(name)
         if given is None or isinstance(given, bool):
             return given
         if str(given).lower() in (*TRUE, *FALSE):
@@ -192,8 +229,8 @@ class FullyShardedDataParallelPlugin:
         raise ValueError(f"{name}={given!r}: allowed are true and false.")
 
     def _choose_strategy(self) -> None:
-        given, frees = self._given("sharding_strategy"), self._given("reshard_after_forward")
-        if isinstance(frees, ShardingStrategy) or (isinstance(frees, str) and frees.upper() in _STRATEGY_NAMES):
+        given, frees = self._strategy_of_version()
+        if _names_strategy(frees):
             if self.fsdp_version == 2:
                 raise ValueError(
                     f"reshard_after_forward set to {frees}. This is not supported with FSDP2, please set to a `bool`, or an "
@@ -218,9 +255,29 @@ class FullyShardedDataParallelPlugin:
         else:
             self.reshard_after_forward = True if frees is None else self._flag("reshard_after_forward")
 
+    def _strategy_of_version(self) -> tuple[Any, Any]:
+        """`sharding_strategy` and `reshard_after_forward`, without a variable in words of the other version.
+
+        Launchers write the variables of both.
+        """
+        given, frees = self._given("sharding_strategy"), self._given("reshard_after_forward")
+        if self.fsdp_version == 2 and self.sharding_strategy is None and given is not None:
+            if given != "FULL_SHARD" and _STRATEGIES[_strategy(given)] != (frees is not False, EVERYWHERE):
+                _without_effect("FSDP_SHARDING_STRATEGY", given, 2, "FSDP_RESHARD_AFTER_FORWARD")
+            given = None
+        if self.fsdp_version == 1 and self.reshard_after_forward is None and isinstance(frees, int):
+            if frees is not True and (given is None or _STRATEGIES[_strategy(given)][0]):
+                _without_effect("FSDP_RESHARD_AFTER_FORWARD", str(frees).lower(), 1, "FSDP_SHARDING_STRATEGY")
+            frees = None
+        return given, frees
+
     def _choose_state_dict_type(self) -> None:
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+        given = self.state_dict_config, self.optim_state_dict_config
         self.set_state_dict_type(self._given("state_dict_type") or default)
+        for config, own in zip(given, (self.state_dict_config, self.optim_state_dict_config), strict=True):
+            if config is not None and config != own:
+                raise ValueError(f"{config} can not be obeyed: with {self.state_dict_type.name} it is {own}.")
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how a model is saved from now on.
@@ -237,13 +294,14 @@ class FullyShardedDataParallelPlugin:
                 f"FSDP2 does not support {given}. Please set `fsdp_state_dict_type` to `SHARDED_STATE_DICT` or `FULL_STATE_DICT`."
             )
         self.state_dict_type = kind
+        self.state_dict_config, self.optim_state_dict_config = _CONFIGS[kind]
 
     def _offload(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):
             return self.cpu_offload
         if hasattr(self.cpu_offload, "offload_params"):  # version 1's class
             self.cpu_offload = bool(self.cpu_offload.offload_params)
-        if self._flag("cpu_offload", "FSDP_OFFLOAD_PARAMS"):
+        if self._flag("cpu_offload"):
             return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
         return OffloadPolicy()
 
@@ -276,7 +334,7 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = given
 
     def _class_names(self) -> list[str]:
-        given = self._given("transformer_cls_names_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP")
+        given = self._given("transformer_cls_names_to_wrap")
         if isinstance(given, str):
             given = [name.strip() for name in given.split(",") if name.strip()]
         self.transformer_cls_names_to_wrap = None if given is None else list(given)
@@ -336,6 +394,8 @@ class FullyShardedDataParallelPlugin:
             prefetch=self._prefetch,
             upcast=policy.param_dtype not in (None, torch.float32),
             transforms=() if recompute is None else (recompute,),
+            from_first=bool(self.cpu_ram_efficient_loading),
+            initialise=self.param_init_fn,
         )
 
     def choose(self, model: nn.Module) -> Choose | None:
@@ -359,7 +419,31 @@ class FullyShardedDataParallelPlugin:
         if isinstance(given, str):
             pattern = re.compile(given)
             given = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+            if not given and (CONTEXT.world is None or CONTEXT.world.is_main):
+                kind = type(model).__name__
+                _logger.warning("ignored_modules=%r matches the whole name of no module of %s.", pattern.pattern, kind)
         return {parameter for module in given for parameter in module.parameters()}
+
+
+def setting_of(field: str) -> str:
+    """The setting (see `hasten.settings.schema`) from which a field is read that was not given."""
+    return _SETTINGS.get(field, field if field.startswith("fsdp_") else f"fsdp_{field}")
+
+
+def _names_strategy(given: Any) -> bool:
+    return isinstance(given, ShardingStrategy) or (isinstance(given, str) and given.upper() in _STRATEGY_NAMES)
+
+
+def _without_effect(variable: str, value: Any, version: int, instead: str) -> None:
+    if CONTEXT.first_time(f"{variable} has no effect"):
+        _logger.warning(
+            "%s=%s has no effect, since it is not in the words of FSDP version %d, which is in use. Set %s instead, or another "
+            "FSDP_VERSION.",
+            variable,
+            value,
+            version,
+            instead,
+        )
 
 
 def _no_wrap(module: nn.Module) -> bool:
@@ -401,7 +485,7 @@ def _precision_policy(given: Any) -> MixedPrecisionPolicy:
 
 def _own_classes(model: nn.Module) -> list[str]:
     """The classes that a model says must not be divided, as far as it has them."""
-    present = {type(module).__name__ for module in model.modules()}
+    present = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
 
 
@@ -418,4 +502,5 @@ def _function(policy: Any) -> Choose:
         return lambda module: bool(
             policy(module=module, recurse=False, nonwrapped_numel=sum(each.numel() for each in module.parameters()))
         )
-    return lambda module: bool(policy(module))
+    # A layer that runs again was chosen when it still had its own class, which the function may compare.
+    return lambda module: isinstance(module, Recomputed) or bool(policy(module))

@@ -108,7 +108,7 @@ def describe(model: torch.nn.Module, recipe: Recipe, steps: Sequence[str]) -> Pl
         gradient_bytes += local.numel() * local.element_size() if parameter.requires_grad else 0
     world = recipe.world
     return Plan(
-        model=type(model).__name__,
+        model=names.class_name(model),
         engine=recipe.engine.name,
         steps=tuple(steps),
         world_size=world.size,

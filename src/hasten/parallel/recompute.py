@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,20 +22,77 @@ _logger = logging.getLogger(__name__)
 class Recomputed(nn.Module):
     """What is mixed into the class of a layer that runs again in the backward pass; its names stay what they are.
 
-    Random numbers are drawn again as they were drawn the first time. Hooks of the layer run again too.
+    Random numbers are drawn again as they were drawn the first time, and buffers are found as they were (running statistics are
+    not counted twice). Hooks of the layer run again too. A pickle holds the layer of its own class, which keeps everything.
     """
 
-    _recompute: Recompute
+    _own: type[nn.Module]
+    _recompute: Recompute | None = None  # a layer that is made from another one of this class, like a slice, has none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, keeping its input and, with a policy, the results of some operations."""
         run = super().__call__
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
         how = self._recompute
+        if how is None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if not torch.compiler.is_compiling() and any(True for _ in self.buffers()):
+            run = _Repeated(self, run)
         # Everything that is saved inside is recomputed, so that only the layer's input reaches the outer hooks.
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if how.offload else nullcontext():
             return checkpoint(run, *args, use_reentrant=False, **how.arguments, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in self.__dict__.items() if name != "_recompute"}
+        return _bare, (self._own,), state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_recompute": None}, memo), _recompute=self._recompute)
+        return twin
+
+
+def _bare(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+class _Repeated:
+    """One call of a layer that can be made again: with the buffers of the first time, and without a trace."""
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
+        self._layer = layer
+        self._run = run
+        self._before: list[tuple[dict[str, Any], str, torch.Tensor]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is None:
+            return self._first(*args, **kwargs)
+        now = [(buffers, name, buffers.get(name)) for buffers, name, _ in self._before]
+        copies = {id(value): value.clone() for _, _, value in self._before}  # a graph that is kept runs once more
+        for buffers, name, value in self._before:
+            buffers[name] = copies[id(value)]
+        try:
+            return self._run(*args, **kwargs)
+        finally:  # a second run stops early, by an exception, when everything is there
+            for buffers, name, current in now:
+                buffers[name] = current
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, and keep what the buffers were of those that have changed."""
+        # Tensors of inference mode can not change outside of it. What batch norms do to their statistics counts as no change.
+        found = [
+            (module._buffers, name, buffer, -1 if name.startswith("running_") else buffer._version)
+            for module in self._layer.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference()
+        ]
+        copies = {id(buffer): buffer.detach().clone() for _, _, buffer, _ in found}  # a shared one stays shared
+        result = self._run(*args, **kwargs)
+        self._before = [
+            (buffers, name, copies[id(buffer)])
+            for buffers, name, buffer, version in found
+            if buffers.get(name) is not buffer or buffer._version != version
+        ]
+        return result
 
 
 class Recompute:
@@ -72,6 +130,7 @@ class Recompute:
 
         A model whose configuration asks for a cache of keys and values (`use_cache`, as in transformers) is told not to keep
         one: what the forward pass has put into it would be found there when a layer runs again.
+        One that runs its layers again by itself (`gradient_checkpointing`) is told not to.
 
         Raises:
             ValueError: no layer is chosen.
@@ -84,9 +143,10 @@ class Recompute:
                 "everything twice."
             )
         _forgo_cache(model)
+        _forgo_own(model)
         for layer in layers[:: self.every]:
             if not isinstance(layer, Recomputed):
-                layer.__class__ = _class_of(type(layer))
+                layer.__class__ = _class_of(type(layer))  # type: ignore[arg-type]
             layer._recompute = self  # type: ignore[assignment]
         return model
 
@@ -95,7 +155,7 @@ class Recompute:
         for layer in model.modules():
             if isinstance(layer, Recomputed) and "_own" in type(layer).__dict__:
                 layer.__class__ = type(layer).__dict__["_own"]
-                del layer.__dict__["_recompute"]
+                layer.__dict__.pop("_recompute", None)
         return model
 
     def __repr__(self) -> str:
@@ -134,5 +194,22 @@ def _forgo_cache(model: nn.Module) -> None:
                 )
 
 
+def _forgo_own(model: nn.Module) -> None:
+    own = [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is True]
+    for module in own:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if (
+        own
+        and (CONTEXT.world is None or CONTEXT.world.is_main)
+        and CONTEXT.first_time("a model's own checkpointing is given up")
+    ):
+        _logger.warning(
+            "%s checkpoints its activations itself (gradient_checkpointing): that is switched off, since its layers would run "
+            "three times. Ask for one of the two.",
+            type(model).__name__,
+        )
+
+
+@cache  # layers of one class must stay so: torch.compile would compile one graph for each class
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Recomputed{kind.__name__}", (Recomputed, kind), {"_own": kind, "__module__": kind.__module__})

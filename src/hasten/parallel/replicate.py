@@ -54,7 +54,7 @@ class Replicate:
         return Replicate, (self.world, self.handler)
 
     transforms: tuple[Transform, ...] = ()
-    saves_state = True
+    divides_state = False
     moves_models = False
 
     @property
@@ -69,6 +69,10 @@ class Replicate:
     def follow(self, optimizer: torch.optim.Optimizer) -> int:
         """Do nothing: parameters stay what they are."""
         return 0
+
+    def current(self, parameters: Any) -> Any:
+        """The parameters."""
+        return parameters
 
     def wrap(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.
@@ -159,6 +163,13 @@ class Replicate:
             from hasten.parallel import exchange_order
 
             exchange_order.repeat(model, names)
+
+    def load_weights(self, model: Any, path: Any, **options: Any) -> tuple[list[str], list[str]]:
+        """Load weights from files, on each rank."""
+        from hasten.parallel.values import materialise
+        from hasten.weights.load import load_weights
+
+        return load_weights(model, path, materialise=lambda module: materialise(module, self.world.device), **options)
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:
         """The model's tensors, without DDP's prefix."""

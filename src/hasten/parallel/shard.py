@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,15 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from hasten.parallel import passes
+from hasten.parallel.stepping import follow
 from hasten.parallel.units import Choose, Unit, plan_units
+from hasten.parallel.values import Initialisation, ValuesOfFirst, find_different, materialise
 from hasten.protocols import Transform
-from hasten.weights import gradients, names
+from hasten.weights import gradients
+from hasten.weights.load import load_weights
+from hasten.weights.successors import all_current, replace
+from hasten.weights.whole import own_name, state_of, stream
 from hasten.world.process import World
 
-_SUCCESSOR = "_sharded_as"  # on a parameter that has been replaced: its sharded form
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Sharding:
         prefetch: units that are gathered ahead, in the forward and in the backward pass.
         upcast: store parameters that are trained in fp32, so that small updates are not lost.
         transforms: what is done to a model before.
+        from_first: give every rank the values that rank 0 has; the others need none.
+        initialise: gives memory and values to a module on the meta device, before its unit is sharded.
     """
 
     choose: Callable[[nn.Module], Choose | None] = lambda model: None
@@ -46,6 +55,8 @@ class Sharding:
     prefetch: tuple[int, int] = (0, 0)
     upcast: bool = False
     transforms: tuple[Transform, ...] = ()
+    from_first: bool = False
+    initialise: Callable[[nn.Module], Any] | None = None
 
 
 class Shard:
@@ -64,6 +75,7 @@ class Shard:
         self.mesh = mesh
         self.sharding = sharding
         self._units: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
+        self._alone: weakref.WeakKeyDictionary[Any, list[passes.Alone]] = weakref.WeakKeyDictionary()
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -75,7 +87,7 @@ class Shard:
 
     # -- models ------------------------------------------------------------------------------------------------------
 
-    saves_state = False
+    divides_state = True
     moves_models = True
 
     @property
@@ -85,46 +97,97 @@ class Shard:
 
     def notes(self, model: Any) -> list[str]:
         """The units."""
-        return [str(unit) for unit in self._units.get(model, ())]
+        return [str(unit) for unit in self._units.get(_compiled(model), ())]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> int:
         """Let an optimizer hold the shards of its parameters; see the function."""
         return follow(optimizer)
 
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
-        # Quantized weights are integers, which are never trained.
-        whole = {each for each in model.parameters() if not (each.is_floating_point() or each.is_complex())}
+        # One number, or none, can not be divided.
+        whole = {each for each in model.parameters() if _is_quantized(each) or each.dim() == 0 or each.numel() == 0}
         return whole | self.sharding.ignored(model)
 
     def wrap(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         """Shard a model in place, also one that is only evaluated; one that is sharded already stays as it is.
 
+        What is on the meta device stays there: `load_weights` gives it memory and values.
+
         Raises:
-            NotImplementedError: a parameter has no values yet (meta device).
+            ValueError: a part of the model is divided already, and another part, which is trained, is not; or something of it
+                would be lost, or can not be divided (see `passes.check` and `plan_units`).
         """
-        if isinstance(model, FSDPModule) or any(isinstance(each, DTensor) for each in model.parameters()):
+        if _compiled(model) is not model:  # what torch.compile has put around it stays around it
+            self.wrap(_compiled(model), evaluation)
             return model
-        self._check(model)
-        if self.sharding.upcast:
-            upcast(model)
-        before = dict(model.named_parameters())
-        ignored = self._ignored(model)
-        modules = dict(model.named_modules())
-        units = plan_units(model, self.sharding.choose(model), ignored)
-        for unit in units:
-            self._apply([modules[name] for name in unit.modules], unit, ignored)
-        self._prefetch([modules[unit.modules[0]] for unit in units if unit.modules != ("",)])
-        for name, parameter in model.named_parameters():
-            replace(before[name], parameter)
-        self._units[model] = units
+        if isinstance(model, FSDPModule) or any(isinstance(each, DTensor) for each in model.parameters()):
+            _check_divided(model)
+            return model
+        passes.check(model)
+        values = ValuesOfFirst(model, self.world) if self.sharding.from_first else None
+        initialisation = (
+            None if values or not self.sharding.initialise else Initialisation(model, self.sharding.initialise)
+        )
+        if not (values or initialisation):
+            self._check_alike(model)
+        self._units[model] = self._divide(model, initialisation)
+        if values is not None:
+            values.spread(model, self._home)
         return model
 
-    def _check(self, model: nn.Module) -> None:
-        empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if empty:
-            raise NotImplementedError(
-                f"{type(model).__name__} has {len(empty)} parameters without values, on the meta device ({empty[0]!r}, ...). "
-                "Sharding such a model is not built yet (area: FSDP2): build it on the CPU."
+    def load_weights(self, model: Any, path: Any, **options: Any) -> tuple[list[str], list[str]]:
+        """Load weights from files; each rank reads its shards alone, also into a model on the meta device."""
+        return load_weights(
+            _compiled(model), path, materialise=lambda module: materialise(module, self._home), **options
+        )
+
+    @property
+    def _home(self) -> torch.device:
+        """Where shards are kept."""
+        offloads = isinstance(self.sharding.offload, CPUOffloadPolicy)
+        return torch.device("cpu") if offloads else self.world.device
+
+    def _divide(self, model: nn.Module, initialisation: Initialisation | None) -> list[Unit]:
+        before = dict(model.named_parameters())
+        modules = dict(model.named_modules())
+        if initialisation is not None:
+            owners = {id(each) for each in self._ignored(model)}
+            initialisation.apply(
+                module
+                for module in modules.values()
+                if owners & {id(each) for each in module.parameters(recurse=False)}
+            )
+        ignored, given = self._ignored(model), self.sharding.ignored(model)
+        if self.world.is_main:
+            passes.warn_of_ignored(model, given)
+        units = plan_units(model, self.sharding.choose(model), ignored, self.sharding.upcast)
+        for unit in units:
+            own = [modules[name] for name in unit.modules]
+            if initialisation is not None:
+                initialisation.apply(own)
+            for module in own:
+                passes.make_contiguous(module)
+                if self.sharding.upcast:
+                    upcast(module)
+            there = {each for module in own for each in module.parameters()}
+            self._apply(own, unit, there - {model.get_parameter(name) for name in unit.parameters})
+            for name in unit.parameters:  # unit by unit, so that no more than one is there as a whole and in shards
+                replace(before.pop(name), model.get_parameter(name))
+        self._prefetch([modules[unit.modules[0]] for unit in units if unit.modules != ("",)])
+        passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
+        passes.leave_inference_mode(model)
+        alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}
+        self._alone[model] = [passes.Alone(each, self.mesh) for each in alone - given]
+        return units
+
+    def _check_alike(self, model: nn.Module) -> None:
+        name = find_different(model, self.world)
+        if name is not None and self.world.is_main:
+            _logger.warning(
+                "The processes have different values for %s of %s, and each will keep its part of its own. Call `set_seed` before "
+                "the model is built, or take those of the first process with `cpu_ram_efficient_loading=True`.",
+                name,
+                type(model).__name__,
             )
 
     def _apply(self, modules: Sequence[nn.Module], unit: Unit, ignored: set[nn.Parameter]) -> None:
@@ -133,6 +196,8 @@ class Shard:
             frees = False  # the last to run: backward needs it at once
         elif frees is True and unit.modules == ("",):
             frees = None  # torch knows best
+        for module in modules:
+            passes.answer_no_view(module)
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=self.mesh,
@@ -141,6 +206,8 @@ class Shard:
             offload_policy=self.sharding.offload,
             ignored_params=ignored,
         )
+        if frees is not False and len(modules) == 1:
+            passes.keep_what_is_hidden(modules[0])
 
     def _prefetch(self, units: Sequence[Any]) -> None:
         forward, backward = self.sharding.prefetch
@@ -156,26 +223,31 @@ class Shard:
 
     def model_state_dict(self, model: Any) -> dict[str, Any]:
         """The whole model's tensors on the CPU, on rank 0; nothing on the others. All ranks must call it."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        for first, *others in names.find_ties(model):
-            whole |= {other: whole[first] for other in others if first in whole}
-        return whole
+        model = _compiled(model)
+        tensors = stream(state_of(model), self.world, "get_state_dict", device="cpu")
+        whole = {name: value for name, value in tensors if self.world.is_main}
+        state = ((own_name(name), value) for name, value in model.state_dict().items())
+        return {name: whole.get(name, value) for name, value in state} if self.world.is_main else {}
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
         """Accumulate whole gradients locally inside; nothing is exchanged."""
-        return _exchanging(model, False) if isinstance(model, FSDPModule) else nullcontext()
+        model = _compiled(model)
+        return _exchanging(model, self._alone.get(model, []), False) if isinstance(model, FSDPModule) else nullcontext()
 
     def sync_next_backward(self, model: Any) -> AbstractContextManager[Any]:
         """Exchange gradients in backward passes inside, also where the forward pass ran under `no_sync`."""
-        return _exchanging(model, True) if isinstance(model, FSDPModule) else nullcontext()
+        model = _compiled(model)
+        return _exchanging(model, self._alone.get(model, []), True) if isinstance(model, FSDPModule) else nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip by the global norm over all shards."""
         return gradients.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def current(self, parameters: Any) -> Any:
+        """The shards of parameters that were listed before their model was wrapped."""
+        return all_current(parameters)
 
     def exchange_order(self, model: Any) -> list[str] | None:
         """None: each unit is reduced at once, in the order of the backward pass."""
@@ -185,13 +257,44 @@ class Shard:
         """Do nothing; see `exchange_order`."""
 
 
+def _check_divided(model: nn.Module) -> None:
+    """Refuse a model, divided by somebody else, of which a part would be trained on each rank by itself."""
+    if isinstance(model, FSDPModule):
+        return
+    named = dict(model.named_parameters())
+    divided = [name for name, each in named.items() if isinstance(each, DTensor)]
+    rest = [name for name, each in named.items() if each.requires_grad and not isinstance(each, DTensor)]
+    if rest:
+        raise ValueError(
+            f"{type(model).__name__} is divided in part: {len(divided)} of its parameters are ({divided[0]!r}, ...), but "
+            f"{len(rest)} that are trained are not ({rest[0]!r}, ...), and nothing would sum their gradients over the processes. "
+            "If it shares modules with a model that was prepared before, prepare one module that holds both models; else divide "
+            "all of it."
+        )
+
+
+def _compiled(model: Any) -> Any:
+    """The module that torch.compile runs, if a model is what it has returned; else the model."""
+    return getattr(model, "_orig_mod", model)
+
+
 @contextmanager
-def _exchanging(model: FSDPModule, value: bool) -> Iterator[None]:
-    model.set_requires_gradient_sync(value)
+def _exchanging(model: FSDPModule, alone: Sequence[passes.Alone], value: bool) -> Iterator[None]:
+    def say(value: bool) -> None:
+        model.set_requires_gradient_sync(value)
+        for each in alone:
+            each.exchanges = value
+
+    say(value)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        say(True)
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    # Integers, which are never trained; where they hide in another format, what they mean is beside them.
+    return not (parameter.is_floating_point() or parameter.is_complex()) or hasattr(parameter, "quant_state")
 
 
 def upcast(model: nn.Module) -> list[str]:
@@ -202,38 +305,3 @@ def upcast(model: nn.Module) -> list[str]:
             parameter.data = parameter.data.float()
             changed.append(name)
     return changed
-
-
-def replace(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Note on a parameter what it has become, for optimizers that hold it."""
-    if old is new:
-        return
-    setattr(old, _SUCCESSOR, new)
-    old.grad = None
-
-
-def follow(optimizer: torch.optim.Optimizer) -> int:
-    """Let an optimizer hold the sharded forms of its parameters, with what it knows about them; returns how many it found.
-
-    Groups keep their order and settings. State that was made in advance (Adagrad's sums) is cut as its parameter is.
-    """
-    found = 0
-    for group in optimizer.param_groups:
-        for index, old in enumerate(group["params"]):
-            new = getattr(old, _SUCCESSOR, None)
-            if new is None:
-                continue
-            group["params"][index] = new
-            found += 1
-            if old in optimizer.state:
-                optimizer.state[new] = _cut(optimizer.state.pop(old), old, new)
-    return found
-
-
-def _cut(state: dict[str, Any], old: torch.Tensor, new: Any) -> dict[str, Any]:
-    return {
-        name: distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
-        if isinstance(value, torch.Tensor) and value.shape == old.shape and value.dim() > 0
-        else value
-        for name, value in state.items()
-    }

@@ -81,9 +81,13 @@ class AutocastForward:
         model.__dict__["_original_forward"] = (
             original  # a compiled model would pass the attribute on to what it compiles
         )
-        arguments = autocast_arguments(self.dtype, self.handler)
-        model.forward = _Forward(original, self.device_type, arguments, _conversion(self.output_dtype))
+        model.forward = self.around(original)
         return model
+
+    def around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that runs another one under autocast, with its outputs converted."""
+        arguments = autocast_arguments(self.dtype, self.handler)
+        return _Forward(original, self.device_type, arguments, _conversion(self.output_dtype))
 
     def undo(self, model: torch.nn.Module) -> torch.nn.Module:
         """Put the original `forward` back, so that the model pickles again."""

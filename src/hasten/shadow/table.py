@@ -50,6 +50,28 @@ _OPERATIONS = {
     for name in names
 }
 _RANDOM = dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "hasten.world.rng")
+_RAM_LOADING = dict.fromkeys(
+    ("disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading"), "hasten.settings.loading"
+)
+_FSDP = {
+    "load_fsdp_model": "hasten.checkpoint.fsdp",
+    "load_fsdp_optimizer": "hasten.checkpoint.fsdp",
+    "merge_fsdp_weights": "hasten.checkpoint.merge",
+    "save_fsdp_model": "hasten.checkpoint.fsdp",
+    "save_fsdp_optimizer": "hasten.checkpoint.fsdp",
+    **dict.fromkeys(
+        (
+            "ensure_weights_retied",
+            "fsdp2_apply_ac",
+            "fsdp2_canonicalize_names",
+            "fsdp2_load_full_state_dict",
+            "fsdp2_prepare_model",
+            "fsdp2_switch_optimizer_parameters",
+            "get_fsdp2_grad_scaler",
+        ),
+        "hasten.parallel.fsdp_functions",
+    ),
+}
 _DATACLASSES = {
     "AutocastKwargs": "hasten.settings.handlers",
     "BaseEnum": "hasten.settings.enums",
@@ -133,7 +155,13 @@ MODULES: dict[str, dict[str, str]] = {
     "accelerate.local_sgd": {"LocalSGD": "hasten.training.local_sgd"},
     "accelerate.parallelism_config": _PARALLELISM,
     "accelerate.launchers": _LAUNCHERS,
-    "accelerate.utils": {**_MEMORY, **_OPERATIONS, **_RANDOM, **_DATACLASSES, **_PARALLELISM},
+    "accelerate.utils": {**_MEMORY, **_OPERATIONS, **_RANDOM, **_DATACLASSES, **_PARALLELISM, **_RAM_LOADING, **_FSDP},
+    "accelerate.utils.fsdp_utils": {
+        **_RAM_LOADING,
+        **_FSDP,
+        "fsdp2_prepare_auto_wrap_policy": "hasten.parallel.fsdp_functions",
+        "get_parameters_from_modules": "hasten.parallel.fsdp_functions",
+    },
     "accelerate.utils.memory": _MEMORY,
     "accelerate.utils.modeling": {"clear_device_cache": "hasten.world.memory"},
     "accelerate.utils.operations": _OPERATIONS,

@@ -23,9 +23,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         step_was_skipped: whether the last step was left out because gradients were not finite.
+        follow: called with the wrapped optimizer when it has got further parameters, which may be sharded.
     """
 
     step_was_skipped = False
+    follow: Callable[[torch.optim.Optimizer], Any] | None = None
 
     def __init__(
         self,
@@ -75,12 +77,26 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
-        self.optimizer.add_param_group(param_group)
+        """Add a parameter group to the wrapped optimizer; parameters that have been sharded since are followed."""
+        from hasten.weights.successors import current
+
+        parameters = param_group["params"]
+        if not isinstance(parameters, set):  # torch refuses it, since it has no order
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+            parameters = [(each[0], current(each[1])) if isinstance(each, tuple) else current(each) for each in listed]
+        self.optimizer.add_param_group({**param_group, "params": parameters})
+        if self.follow is not None:
+            self.follow(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state."""
         return self.optimizer.state_dict()
+
+    def divide_state(self) -> None:
+        """Turn state that lives on single ranks, as that of Muon over sharded models, into DTensors; all ranks must call it."""
+        divide = getattr(getattr(self.optimizer, "_steps_over", None), "divide_state", None)
+        if divide is not None:
+            divide(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the wrapped optimizer's state; tensors go to their parameters' devices."""
@@ -164,7 +180,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # The shared parts (accumulation state, scaler's bookkeeping) belong to an Accelerator, not to a pickle of its optimizer,
         # nor does the `step` that torch's schedulers put on an optimizer to watch it.
-        state = {**self.__dict__, "gradient_state": None, "update_scale": None}
+        state = {**self.__dict__, "gradient_state": None, "update_scale": None, "follow": None}
         state.pop("step", None)
         return state
 

@@ -1,0 +1,134 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from hasten.parallel import stepping
+from hasten.parallel.local_parts import LocalParts
+from hasten.parallel.owners import WholeParameters
+from hasten.parallel.trial import Unknown
+from hasten.weights.successors import replace
+from tests.ranks import run_ranks
+
+WHOLE, PARTS, UNKNOWN = WholeParameters.name, LocalParts.name, Unknown.name
+
+
+class MyMuon(torch.optim.Muon):
+    """Derived classes are meant too."""
+
+
+class MyAdamW(torch.optim.AdamW):
+    """Its step is torch's, so that it is known."""
+
+
+class MySGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # may do anything
+        return super().step(closure)
+
+
+class Muon(torch.optim.SGD):
+    """Somebody else's, of the same name: it may send matrices to ranks by itself."""
+
+
+class Whole(torch.optim.SGD):
+    needs_whole_parameters = True
+
+
+class Parts(torch.optim.SGD):
+    is_elementwise = True
+
+
+class Neither(torch.optim.Adafactor):
+    needs_whole_parameters = False
+
+
+@pytest.fixture
+def single(tmp_path) -> Iterator[Any]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def divided(mesh: Any) -> Any:
+    return nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.AdamW, {}, None),
+        (torch.optim.SGD, {}, None),
+        (torch.optim.SGD, {"fused": True}, PARTS),
+        (torch.optim.Adagrad, {"fused": True}, PARTS),
+        (torch.optim.AdamW, {"fused": True}, None),
+        (torch.optim.Rprop, {}, PARTS),
+        (torch.optim.Muon, {}, WHOLE),
+        (MyMuon, {}, WHOLE),
+        (torch.optim.Adafactor, {}, WHOLE),
+        (MyAdamW, {}, None),
+        (MySGD, {}, UNKNOWN),
+        (Muon, {}, None),
+        (Whole, {}, WHOLE),
+        (Parts, {}, PARTS),
+        (Neither, {}, None),
+    ],
+)
+def test_the_class_chooses(single, kind, options, expected):
+    optimizer = kind([divided(single)], lr=0.1, **options)
+    assert stepping.adapt(optimizer) == expected
+    steps = optimizer.step
+    assert stepping.adapt(optimizer) == expected  # once
+    assert optimizer.step == steps
+
+
+def test_without_divided_parameters_nothing_happens(single):
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
+    assert stepping.adapt(optimizer) is None
+    assert "step" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(torch.optim.LBFGS, "one vector"), (torch.optim.SparseAdam, "sparse")])
+def test_what_is_refused(single, kind, reason):
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot update parameters.*{reason}.*replicate the model"):
+        stepping.adapt(kind([divided(single)]))
+
+
+def following() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    olds = [nn.Parameter(torch.arange(15.0).view(5, 3)), nn.Parameter(torch.ones(2))]
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adagrad([{"params": [olds[0], other], "lr": 0.5}, {"params": [olds[1]]}])
+    optimizer.state[olds[0]]["sum"].copy_(olds[0].detach())
+    news = [nn.Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)])) for old in olds]
+    for old, new in zip(olds, news, strict=True):
+        replace(old, new)
+    counts = [stepping.follow(optimizer), stepping.follow(optimizer)]
+    state: Any = optimizer.state[news[0]]
+    return [
+        counts,
+        [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+        == [[id(news[0]), id(other)], [id(news[1])]],
+        [group["lr"] for group in optimizer.param_groups],
+        isinstance(state["sum"], DTensor) and state["sum"].full_tensor().equal(torch.arange(15.0).view(5, 3)),
+        len(optimizer.state),
+    ]
+
+
+def test_following_keeps_groups_and_state():
+    assert run_ranks(following, 2) == [[[2, 0], True, [0.5, 0.01], True, 3]] * 2
+
+
+def test_a_step_with_options_and_a_name(single):
+    parameter = divided(single)
+    optimizer = Whole([parameter], lr=0.1)
+    stepping.adapt(optimizer)
+    parameter.grad = distribute_tensor(torch.ones(4, 3), single, [Shard(0)])
+    assert optimizer.step.__name__ == "step"
+    assert optimizer.step(closure=lambda: 2.0) == 2.0
+    torch.testing.assert_close(parameter.full_tensor(), torch.full((4, 3), 0.9))
