@@ -425,3 +425,17 @@ def test_a_job_never_aborts_at_its_end(jobs):
     script = jobs.script(READS)
     ends = [jobs.run("--cpu", "--num_processes", "2", script).returncode for _ in range(20)]
     assert ends == [0] * 20
+
+
+def test_last_words_arrive_however_slowly_they_are_read(jobs):
+    """More than a pipe holds, written right before the end."""
+    text = """
+import sys
+sys.stderr.write("x" * 400_000 + "\\nthe end\\n")
+"""
+    job = jobs.start("--cpu", "--num_processes", "2", jobs.script(text))
+    time.sleep(2.5)  # both ranks have ended, and the launcher can not write on
+    _, err = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0
+    assert err.count("x") == 800_000
+    assert err.count("the end") == 2

@@ -21,6 +21,7 @@ def run(capfd):
 
 def test_stderr_passes_through_and_its_end_is_kept(run, capfd):
     worker = run("import sys; sys.stderr.write('loss 1\\rloss 0'); sys.exit(3)")
+    worker.drain()
     failure = worker.failure()
     assert (failure.rank, failure.code, failure.stderr) == (0, 3, "loss 1\rloss 0")
     assert capfd.readouterr().err == "loss 1\rloss 0"

@@ -169,6 +169,8 @@ class _Job:
         if any(worker.running for worker in self.workers):  # we were interrupted, or they could not be killed
             self._kill()
         tree.end_groups([worker.process.pid for worker in self.workers if worker.lingers], FAILURE_GRACE)
+        for worker in self.workers:
+            worker.drain()
         if self.signal is None and not any(worker.failed for worker in self.workers):
             return
         if not tree.end_family(self.launch_id, grace=1.0):

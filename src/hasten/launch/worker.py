@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _STDERR = 2
-_DRAIN = 1.0  # seconds to wait for the last words of an ended process
+_DRAIN = 1.0  # seconds without a word after which an ended process has said its last
 
 
 class Worker:
@@ -51,6 +51,7 @@ class Worker:
         self._tail = Tail() if keep else None
         self._reader: threading.Thread | None = None
         self._terminal: int | None = None
+        self._waits_since = time.monotonic()  # the reader, for more to copy
         source, sink = self._stderr_channel() if keep else (None, None)
         flags = 0 if POSIX else subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined,unused-ignore]
         try:
@@ -115,10 +116,18 @@ class Worker:
             _copy_size(self._terminal)
 
     def failure(self) -> Failure:
-        """Its failure, for the report; waits for what it wrote last."""
-        if self._reader is not None:
-            self._reader.join(_DRAIN)
+        """Its failure, for the report."""
         return Failure(self.rank, self.process.pid, self.process.returncode, self.said())
+
+    def drain(self) -> None:
+        """Wait until what it wrote last has been copied on, however slowly that is read.
+
+        A process that it has left behind may hold its stderr open: nothing comes from there for a while.
+        """
+        while self._reader is not None and self._reader.is_alive():
+            self._reader.join(0.1)
+            if time.monotonic() - self._waits_since > _DRAIN:
+                return
 
     def said(self) -> str | None:
         """The end of its stderr so far; None if that is not kept."""
@@ -140,11 +149,16 @@ class Worker:
 
     def _copy(self, source: int) -> None:
         assert self._tail is not None
-        while chunk := _read(source):
+        while chunk := self._next(source):
             self._tail.feed(chunk)
+            self._waits_since = float("inf")  # for those who read what we write
             _write(chunk)
         self._terminal = None
         os.close(source)
+
+    def _next(self, source: int) -> bytes:
+        self._waits_since = time.monotonic()
+        return _read(source)
 
     def _wait(self, ended: queue.SimpleQueue[Worker | int]) -> None:
         self.process.wait()
