@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 # torch first and pinned: a resolver that meets only a range would fetch a CUDA build of several GB.
 TORCH := torch==2.13.0
 BENCH := .venv-bench
+EXTRAS := .venv-extras
 
-.PHONY: demo test test-full check bench clean
+.PHONY: demo test test-full test-extras check bench clean
 
 $(VENV)/.ready: pyproject.toml compat/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,17 @@ test: $(VENV)/.ready
 
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q --full
+
+# With transformers, PEFT and the like, which .venv does without. PEFT asks for accelerate; hasten does not import it.
+test-extras: $(EXTRAS)/.ready
+	$(EXTRAS)/bin/python -m pytest -n 2 --dist loadfile -q tests/extras
+
+$(EXTRAS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(EXTRAS)
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) numpy
+	printf '$(TORCH)\n' > $(EXTRAS)/constraints.txt
+	$(EXTRAS)/bin/python -m pip install --quiet --disable-pip-version-check -c $(EXTRAS)/constraints.txt -e '.[test,test-extras]'
+	touch $@
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -41,4 +53,4 @@ $(BENCH)/.ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(EXTRAS) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -141,10 +141,13 @@ class Session:
             self.engine.follow(optimizer.optimizer)
         self.models.append(wrapped)
         self.recipes[id(wrapped)] = recipe, steps
+        if hasattr(wrapped, "reshard"):
+            # As torch marks parts with tensors of their own. transformers asks: ranks must then go through the same layers.
+            for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                setattr(wrapped, mark, True)
         if hasattr(wrapped, "reshard") and callable(getattr(wrapped, "generate", None)):
-            self.register_forward_method(
-                wrapped, "generate"
-            )  # it may run an encoder, or the model in an adapter, by itself
+            # It may run an encoder, or the model in an adapter, by itself.
+            self.register_forward_method(wrapped, "generate")
         return wrapped
 
     def _transforms(self) -> list[Any]:

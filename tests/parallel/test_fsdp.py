@@ -523,6 +523,7 @@ def spoken(tied: bool) -> tuple[Tensor, list[float]]:
     model = speaker(tied)
     model, optimizer = accelerator.prepare(model, adamw(model))
     words = model.generate(torch.arange(4)[None] + accelerator.process_index)  # before any forward pass
+    assert model._is_fsdp_managed_module is True  # which transformers asks
     losses = []
     for _ in range(2):
         loss = loss_of(model, torch.arange(5)[None])
