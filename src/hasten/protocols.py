@@ -75,6 +75,10 @@ class Engine(Protocol):
         """Prepare a model that is already on its device."""
         ...
 
+    def forward_methods(self, model: Any) -> Sequence[str]:
+        """The methods of a wrapped model, beside `forward`, that must run as `forward` does."""
+        ...
+
     def unwrap(self, model: Any) -> Any:
         """The user's own module inside a wrapped one."""
         ...

@@ -141,13 +141,8 @@ class Session:
             self.engine.follow(optimizer.optimizer)
         self.models.append(wrapped)
         self.recipes[id(wrapped)] = recipe, steps
-        if hasattr(wrapped, "reshard"):
-            # As torch marks parts with tensors of their own. transformers asks: ranks must then go through the same layers.
-            for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                setattr(wrapped, mark, True)
-        if hasattr(wrapped, "reshard") and callable(getattr(wrapped, "generate", None)):
-            # It may run an encoder, or the model in an adapter, by itself.
-            self.register_forward_method(wrapped, "generate")
+        for name in self.engine.forward_methods(wrapped):
+            self.register_forward_method(wrapped, name)
         return wrapped
 
     def _transforms(self) -> list[Any]:

@@ -85,12 +85,18 @@ def _through_forward(model: DistributedDataParallel, method: Callable[..., Any])
 def _through_shards(module: Any, name: str, roots: Sequence[Any]) -> None:
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    for root in roots:
-        if hasattr(root, "reshard") and any(module is part for part in root.modules()):
-            torch_private.prepare_root(root)  # which must not be the first part that happens to run
     register_fsdp_forward_method(module, name)
     around = [root for root in roots if any(module is part for part in root.modules())]
-    setattr(module, name, passes.without_gradients(getattr(module, name), around))
+    run = passes.without_gradients(getattr(module, name), around)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for root in around:
+            if hasattr(root, "reshard"):
+                torch_private.prepare_root(root)  # which must not be the first part that happens to run
+        return run(*args, **kwargs)
+
+    setattr(module, name, call)
 
 
 def _check_whole(module: nn.Module, name: str) -> None:

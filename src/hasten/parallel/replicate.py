@@ -104,6 +104,10 @@ class Replicate:
         if exchange_order.matters(model, self.world.size):
             self._orders[model] = exchange_order.ExchangeOrder(model)
 
+    def forward_methods(self, model: Any) -> tuple[str, ...]:
+        """None: what runs the user's own module needs no exchange."""
+        return ()
+
     def unwrap(self, model: Any) -> Any:
         """The user's own module."""
         return model.module if isinstance(model, DistributedDataParallel) else model

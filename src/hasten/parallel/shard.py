@@ -28,6 +28,9 @@ from hasten.world.process import World
 
 _logger = logging.getLogger(__name__)
 
+# torch marks parts with tensors of their own. transformers asks: ranks must then go through the same layers.
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -133,6 +136,8 @@ class Shard:
         self._units[model] = self._divide(model, initialisation)
         if values is not None:
             values.spread(model, self._home)
+        for mark in _MARKS:
+            setattr(model, mark, True)
         return model
 
     def load_weights(self, model: Any, path: Any, **options: Any) -> tuple[list[str], list[str]]:
@@ -216,6 +221,10 @@ class Shard:
                 unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
             if backward:
                 unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
+
+    def forward_methods(self, model: Any) -> tuple[str, ...]:
+        """`generate`, which may run an encoder, or the model in an adapter, by itself."""
+        return ("generate",) if hasattr(model, "reshard") and callable(getattr(model, "generate", None)) else ()
 
     def unwrap(self, model: Any) -> Any:
         """The user's own module: the same object, whose class has been extended."""

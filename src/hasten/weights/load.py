@@ -15,6 +15,9 @@ from hasten.weights.parts import own_part
 from hasten.weights.source import Source
 
 
+_SHOWN = 10
+
+
 @dataclass
 class Loading:
     """What goes where: found out before anything is changed.
@@ -89,7 +92,7 @@ def load_weights(
             _check_names(model, source, loading, initialised=empty if initialise else [])
         if empty and initialise is None:
             raise ValueError(
-                f"{source.path} has no values for {', '.join(empty)} of {class_name(model)}, which is on the meta device. (Some "
+                f"{source.path} has no values for {_some(empty)} of {class_name(model)}, which is on the meta device. (Some "
                 "buffers are not saved, for example.) Give a function that sets them, e.g. "
                 "`initialise=lambda module: module.reset_parameters()` (in transformers `initialise=model._init_weights`), or "
                 "build the model so that they have values."
@@ -125,8 +128,13 @@ def _check_names(model: nn.Module, source: Source, loading: Loading, initialised
     if not (missing or loading.unexpected):
         return
     lines = [f"{source.path} does not fit into {class_name(model)}:"]
-    lines += [f"\t- not in the files: {', '.join(missing)}"] if missing else []
-    lines += [f"\t- not in the model: {', '.join(loading.unexpected)}"] if loading.unexpected else []
+    lines += [f"\t- not in the files: {_some(missing)}"] if missing else []
+    lines += [f"\t- not in the model: {_some(loading.unexpected)}"] if loading.unexpected else []
     raise RuntimeError(
         "\n".join([*lines, "Build the model as it was saved, or pass `strict=False` to load what fits."])
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
