@@ -63,6 +63,10 @@ class Engine(Protocol):
         """What is worth knowing about how a model lives on the ranks, a line each."""
         ...
 
+    def details(self, model: Any) -> Any:
+        """How a model lives on the ranks, as data; None where there is no more to say."""
+        ...
+
     def follow(self, optimizer: Any) -> int:
         """Let a torch optimizer hold what the parameters of wrapped models have become; returns how many it found."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ class Recipe:
 class Plan:
     """What was done to one model. Prints as a table; the fields hold the same as data.
 
-    `parameter_bytes` and `gradient_bytes` are those of this rank, in bytes; `dtypes` counts elements.
+    `parameter_bytes` and `gradient_bytes` are those of this rank, in bytes; `dtypes` counts elements; `details` is what the engine
+    adds as data: for a sharded model a `hasten.parallel.division.Division`.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Plan:
     gradient_bytes: int
     buffer_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+    details: Any = None
 
     def __str__(self) -> str:
         rows = [
@@ -120,4 +123,5 @@ def describe(model: torch.nn.Module, recipe: Recipe, steps: Sequence[str]) -> Pl
         gradient_bytes=gradient_bytes,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         notes=tuple(recipe.engine.notes(model)),
+        details=recipe.engine.details(model),
     )

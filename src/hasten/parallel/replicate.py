@@ -104,6 +104,9 @@ class Replicate:
         if exchange_order.matters(model, self.world.size):
             self._orders[model] = exchange_order.ExchangeOrder(model)
 
+    def details(self, model: Any) -> None:
+        """Nothing beside the notes."""
+
     def forward_methods(self, model: Any) -> tuple[str, ...]:
         """None: what runs the user's own module needs no exchange."""
         return ()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from hasten.parallel import passes
+from hasten.parallel.division import Division
 from hasten.parallel.stepping import follow
 from hasten.parallel.units import Choose, Unit, plan_units
 from hasten.parallel.values import Initialisation, ValuesOfFirst, find_different, materialise
@@ -77,7 +78,7 @@ class Shard:
         self.world = world
         self.mesh = mesh
         self.sharding = sharding
-        self._units: weakref.WeakKeyDictionary[nn.Module, list[Unit]] = weakref.WeakKeyDictionary()
+        self._divisions: weakref.WeakKeyDictionary[nn.Module, Division] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakKeyDictionary[Any, list[passes.Alone]] = weakref.WeakKeyDictionary()
 
     @property
@@ -99,8 +100,13 @@ class Shard:
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
 
     def notes(self, model: Any) -> list[str]:
-        """The units."""
-        return [str(unit) for unit in self._units.get(_compiled(model), ())]
+        """The units, and what else was decided."""
+        division = self.details(model)
+        return [] if division is None else list(division.lines())
+
+    def details(self, model: Any) -> Division | None:
+        """How a model was divided; None if somebody else has done it."""
+        return self._divisions.get(_compiled(model))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> int:
         """Let an optimizer hold the shards of its parameters; see the function."""
@@ -133,7 +139,17 @@ class Shard:
         )
         if not (values or initialisation):
             self._check_alike(model)
-        self._units[model] = self._divide(model, initialisation)
+        units = self._divide(model, initialisation)
+        self._divisions[model] = Division(
+            units=tuple(units),
+            frees=self.sharding.frees,
+            computed=self.sharding.precision.param_dtype,
+            reduced=self.sharding.precision.reduce_dtype,
+            whole=tuple(name for name, each in model.named_parameters() if not isinstance(each, DTensor)),
+            frozen=tuple(name for name, each in model.named_parameters() if not each.requires_grad),
+            offloads=isinstance(self.sharding.offload, CPUOffloadPolicy),
+            prefetch=self.sharding.prefetch,
+        )
         if values is not None:
             values.spread(model, self._home)
         for mark in _MARKS:
@@ -178,7 +194,9 @@ class Shard:
             self._apply(own, unit, there - {model.get_parameter(name) for name in unit.parameters})
             for name in unit.parameters:  # unit by unit, so that no more than one is there as a whole and in shards
                 replace(before.pop(name), model.get_parameter(name))
-        self._prefetch([modules[unit.modules[0]] for unit in units if unit.modules != ("",)])
+        self._prefetch(
+            [module for name, module in modules.items() if name in {unit.modules[0] for unit in units} - {""}]
+        )
         passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
         passes.leave_inference_mode(model)
         alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}

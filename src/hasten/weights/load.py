@@ -14,7 +14,6 @@ from hasten.weights.names import class_name
 from hasten.weights.parts import own_part
 from hasten.weights.source import Source
 
-
 _SHOWN = 10
 
 
