@@ -1,4 +1,3 @@
-import warnings
 from typing import Any
 
 import pytest
@@ -70,32 +69,3 @@ def state_outside() -> list[Any]:
 def test_state_is_divided_as_its_parameter(ranks):
     for found in run_ranks(state_outside, ranks):
         assert found == [(True, (256,), 3.0)] * 3
-
-
-def eight_bits(name: str) -> tuple[float, float, set[torch.dtype]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from bitsandbytes import optim
-    kind = getattr(optim, name)
-    mesh = init_device_mesh("cpu", (2,))
-    start = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
-    plain, spread = nn.Parameter(start.clone()), nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
-    one, other = kind([plain], lr=0.01), kind([spread], lr=0.01)
-    stepping.adapt(other)
-    for seed in (1, 2, 3):
-        gradient = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed))
-        plain.grad, spread.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0)])
-        one.step()
-        other.step()
-    whole = spread.full_tensor()
-    formats = {value.dtype for value in other.state[spread].values() if isinstance(value, DTensor)}
-    return (whole - plain).abs().max().item(), (plain - start).abs().max().item(), formats
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "LAMB8bit"])
-def test_optimizers_with_8_bits(name):
-    pytest.importorskip("bitsandbytes")
-    for difference, moved, formats in run_ranks(eight_bits, 2, name):
-        assert moved > 0.005
-        assert difference <= 1e-6  # blocks of 256 values do not cross ranks here
-        assert formats == (set() if name.startswith("LAMB") else {torch.uint8})
