@@ -427,6 +427,27 @@ def test_a_job_never_aborts_at_its_end(jobs):
     assert ends == [0] * 20
 
 
+FAILS = """
+import torch
+from hasten import Accelerator, FullyShardedDataParallelPlugin
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+for _ in range(3):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+raise ValueError("of the script")
+"""
+
+
+@pytest.mark.full
+def test_an_error_is_what_a_job_ends_with(jobs):
+    """And not a thread of the backend that finds no interpreter."""
+    script = jobs.script(FAILS)
+    for _ in range(20):
+        job = jobs.run("--cpu", "--num_processes", "2", script)
+        assert job.returncode == 1
+        assert "ValueError: of the script" in job.stderr.splitlines()[-1]
+
+
 def test_last_words_arrive_however_slowly_they_are_read(jobs):
     """More than a pipe holds, written right before the end."""
     text = """

@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
+from hasten.world.frames import frames_of
+from hasten.world.process import World
+
 _logger = logging.getLogger(__name__)
 
 _OPEN = "_gathers_in_a_method"  # on a model, while a method of it runs
@@ -154,6 +157,20 @@ def without_gradients(call: Callable[..., Any], roots: Sequence[Any]) -> Callabl
                         unit.reshard()
 
     return method
+
+
+def agree_on_units(units: Sequence[tuple[str, nn.Module]], world: World) -> None:
+    """Let all ranks say which unit they are about to gather, and raise on all of them where they differ.
+
+    By itself the backend would stop the process, or take what it gets for something else.
+    """
+    frames = frames_of(world)
+
+    def agree(name: str, module: nn.Module, inputs: Any) -> None:
+        frames.agree("forward", unit=name)
+
+    for name, module in units:
+        module.register_forward_pre_hook(functools.partial(agree, name), prepend=True)
 
 
 def leave_inference_mode(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from hasten.weights import gradients
 from hasten.weights.load import load_weights
 from hasten.weights.successors import all_current, replace
 from hasten.weights.whole import own_name, state_of, stream
+from hasten.world.frames import frames_of
 from hasten.world.process import World
 
 _logger = logging.getLogger(__name__)
@@ -199,6 +200,10 @@ class Shard:
         )
         passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
         passes.leave_inference_mode(model)
+        if frames_of(self.world).debug:
+            passes.agree_on_units(
+                [(name or "the model", modules[name]) for unit in units for name in unit.modules], self.world
+            )
         alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}
         self._alone[model] = [passes.Alone(each, self.mesh) for each in alone - given]
         return units

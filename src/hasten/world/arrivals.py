@@ -41,7 +41,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BETWEEN = (
     _PACKAGE,
     os.path.join(os.path.dirname(os.__file__), "contextlib.py"),
-    os.path.join(os.path.dirname(torch.__file__), "utils", "_contextlib.py"),
+    os.path.dirname(torch.__file__) + os.sep,
 )
 
 

@@ -317,7 +317,7 @@ def _leave() -> None:
     # After an uncaught error the other ranks may be gone, and a backend that waits for them would hide the error.
     if not hasattr(sys, "last_value"):
         shutdown()
-        let_threads_finish(_LAST_GLANCES)
+    let_threads_finish(_LAST_GLANCES)
 
 
 def let_threads_finish(glances: int) -> None:
