@@ -498,3 +498,47 @@ def test_in_debug_mode_ranks_agree_on_every_unit(left_out: int, instead: str) ->
     for _, text in run_ranks(skipped, 2, left_out, env={"ACCELERATE_DEBUG_MODE": "true"}):
         assert f"rank 0: forward(unit='layers.{left_out}') at test_passes.py:" in text
         assert f"rank 1: forward(unit='{instead}')" in text
+
+
+# ---- values ----
+
+
+def without_values() -> str:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+    one = Accelerator(cpu=True, fsdp_plugin=plugin)
+    with torch.device("meta"):
+        model = Language()
+    model = one.prepare(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros(2, 3, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_a_model_without_values_says_how_it_gets_them() -> None:
+    for text in run_ranks(without_values, 2):
+        assert text.startswith("16 tensors of Language (embedding.weight, ...) are on the meta device")
+        assert "accelerator.load_weights(model, path)" in text
+
+
+def whole_state(tied: bool) -> tuple[bool, list[Any], str]:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+    one = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(1)
+    other = Language(tied=tied, width=5)
+    torch.manual_seed(0)
+    model = one.prepare(Language(tied=tied, width=5))
+    state = other.state_dict()
+    fits = model.load_state_dict(state)
+    same = all(torch.equal(each.full_tensor(), state[name]) for name, each in model.named_parameters())
+    assert all(type(each) is Tensor for each in state.values())  # the caller's is left alone
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({**state, "norm.weight": torch.ones(3)})
+    return same and (model.head.weight is model.embedding.weight) == tied, list(fits), str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_state_is_taken(tied: bool) -> None:
+    for same, fits, text in run_ranks(whole_state, 3, tied):
+        assert same
+        assert fits == [[], []]
+        assert "size mismatch for norm.weight" in text

@@ -12,14 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree
 
+from hasten.weights.names import class_name
 from hasten.world.frames import frames_of
 from hasten.world.process import World
 
 _logger = logging.getLogger(__name__)
 
+_WHOLE = (torch.Tensor, nn.Parameter)
 _OPEN = "_gathers_in_a_method"  # on a model, while a method of it runs
 
 
@@ -157,6 +159,39 @@ def without_gradients(call: Callable[..., Any], roots: Sequence[Any]) -> Callabl
                         unit.reshard()
 
     return method
+
+
+def require_values(model: nn.Module) -> None:
+    """Refuse the first pass of a model that still has tensors on the meta device."""
+
+    def empty_in(module: nn.Module) -> list[str]:
+        return [name for name, each in [*module.named_parameters(), *module.named_buffers()] if each.is_meta]
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        if empty := empty_in(module):
+            raise RuntimeError(
+                f"{len(empty)} tensors of {class_name(module)} ({empty[0]}, ...) are on the meta device and have no values. After "
+                "`prepare` load them with `accelerator.load_weights(model, path)`, or let FullyShardedDataParallelPlugin make them "
+                "(`param_init_fn`) or take those of the first process (`cpu_ram_efficient_loading=True`)."
+            )
+        handle.remove()
+
+    if empty_in(model):
+        handle = model.register_forward_pre_hook(look, prepend=True)
+
+
+def accept_whole_states(model: nn.Module) -> None:
+    """Let `model.load_state_dict` take whole tensors, which every rank has: each keeps its part of them."""
+
+    def divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if isinstance(parameter, DTensor) and type(value) in _WHOLE and value.shape == parameter.shape:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                value = value.detach().to(parameter.to_local().device)
+                state[prefix + name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+    model.register_load_state_dict_pre_hook(divide)
 
 
 def agree_on_units(units: Sequence[tuple[str, nn.Module]], world: World) -> None:

@@ -153,6 +153,7 @@ class Shard:
         )
         if values is not None:
             values.spread(model, self._home)
+        passes.require_values(model)
         for mark in _MARKS:
             setattr(model, mark, True)
         return model
@@ -200,6 +201,7 @@ class Shard:
         )
         passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
         passes.leave_inference_mode(model)
+        passes.accept_whole_states(model)
         if frames_of(self.world).debug:
             passes.agree_on_units(
                 [(name or "the model", modules[name]) for unit in units for name in unit.modules], self.world
