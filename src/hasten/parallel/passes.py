@@ -185,7 +185,7 @@ def accept_whole_states(model: nn.Module) -> None:
 
     def divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            value = state.get(prefix + name)
+            value: Any = state.get(prefix + name)
             if isinstance(parameter, DTensor) and type(value) in _WHOLE and value.shape == parameter.shape:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 value = value.detach().to(parameter.to_local().device)
