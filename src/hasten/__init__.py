@@ -18,6 +18,7 @@ _HOMES = {
     "DataLoaderConfiguration": "hasten.settings.dataloading",
     "DistributedDataParallelKwargs": "hasten.parallel.replicate",
     "DistributedType": "hasten.settings.enums",
+    "ExponentialMovingAverage": "hasten.training.moving_average",
     "FullyShardedDataParallelPlugin": "hasten.parallel.fsdp",
     "GradScalerKwargs": "hasten.settings.handlers",
     "GradientAccumulationPlugin": "hasten.settings.accumulation",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from hasten.state.partial import PartialState as PartialState
     from hasten.training.accumulation import GradientState as GradientState
     from hasten.training.batch_size import find_executable_batch_size as find_executable_batch_size
+    from hasten.training.moving_average import ExponentialMovingAverage as ExponentialMovingAverage
     from hasten.world.arrivals import MissingProcessError as MissingProcessError
     from hasten.world.mesh import ParallelismConfig as ParallelismConfig
     from hasten.world.process import World as World

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from hasten.parallel.recompute import Recompute, Recomputed
+from hasten.parallel import words
+from hasten.parallel.recompute import Recompute
 from hasten.parallel.shard import Sharding
 from hasten.parallel.units import Choose, by_class, by_size
 from hasten.settings import environment, export
@@ -36,49 +28,11 @@ from hasten.world.context import CONTEXT
 
 _logger = logging.getLogger(__name__)
 
-_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_POLICY_KEYS = ("param_dtype", "reduce_dtype", "output_dtype")
-_DEFAULT_SIZE = 100_000_000
-
-# Over which ranks parameters are divided.
-EVERYWHERE = "all ranks"
-MACHINE = "the ranks of a machine"
-NOWHERE = "no other rank"
-
-_STRATEGIES = {
-    ShardingStrategy.FULL_SHARD: (True, EVERYWHERE),
-    ShardingStrategy.SHARD_GRAD_OP: (False, EVERYWHERE),
-    ShardingStrategy.HYBRID_SHARD: (True, MACHINE),
-    ShardingStrategy._HYBRID_SHARD_ZERO2: (False, MACHINE),
-    ShardingStrategy.NO_SHARD: (False, NOWHERE),
-}
-
 # Fields whose settings have other names.
 _SETTINGS = {
     "cpu_offload": "fsdp_offload_params",
     "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
 }
-
-_CONFIGS: dict[StateDictType, tuple[StateDictConfig, OptimStateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: (
-        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
-    ),
-    StateDictType.SHARDED_STATE_DICT: (
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=True),
-    ),
-}
-
-_STRATEGY_NAMES = {kind.name.lstrip("_"): kind for kind in ShardingStrategy}
 
 
 @dataclass
@@ -148,7 +102,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        self._layout = EVERYWHERE
+        self._layout = words.EVERYWHERE
         self.fsdp_version = self._version()
         self._choose_loading()
         self._choose_recomputation()
@@ -158,7 +112,7 @@ class FullyShardedDataParallelPlugin:
         self._choose_policy()
         self.ignored_modules = self._given("ignored_modules")
         if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = _precision_policy(self.mixed_precision_policy)
+            self.mixed_precision_policy = words.precision_policy(self.mixed_precision_policy)
         self._prefetch = (self._ahead("forward_prefetch"), self._ahead("backward_prefetch"))
         self.forward_prefetch = self.backward_prefetch = None
         self.use_orig_params = self.sync_module_states = None
@@ -177,11 +131,11 @@ class FullyShardedDataParallelPlugin:
 
     def _version_of_words(self) -> int:
         """The version in whose words a strategy is given: by an argument, else by a variable."""
-        if self.sharding_strategy is not None or _names_strategy(self.reshard_after_forward):
+        if self.sharding_strategy is not None or words.names_strategy(self.reshard_after_forward):
             return 1
         if self.reshard_after_forward is not None:
             return 2
-        old = self._given("sharding_strategy") is not None or _names_strategy(self._given("reshard_after_forward"))
+        old = self._given("sharding_strategy") is not None or words.names_strategy(self._given("reshard_after_forward"))
         return 1 if old else 2
 
     def _choose_loading(self) -> None:
@@ -230,7 +184,7 @@ class FullyShardedDataParallelPlugin:
 
     def _choose_strategy(self) -> None:
         given, frees = self._strategy_of_version()
-        if _names_strategy(frees):
+        if words.names_strategy(frees):
             if self.fsdp_version == 2:
                 raise ValueError(
                     f"reshard_after_forward set to {frees}. This is not supported with FSDP2, please set to a `bool`, or an "
@@ -249,7 +203,7 @@ class FullyShardedDataParallelPlugin:
             )
         self.sharding_strategy = None
         if given is not None:
-            self.reshard_after_forward, self._layout = _STRATEGIES[_strategy(given)]
+            self.reshard_after_forward, self._layout = words.STRATEGIES[words.strategy(given)]
         elif isinstance(frees, int):
             self.reshard_after_forward = frees
         else:
@@ -262,11 +216,14 @@ class FullyShardedDataParallelPlugin:
         """
         given, frees = self._given("sharding_strategy"), self._given("reshard_after_forward")
         if self.fsdp_version == 2 and self.sharding_strategy is None and given is not None:
-            if given != "FULL_SHARD" and _STRATEGIES[_strategy(given)] != (frees is not False, EVERYWHERE):
+            if given != "FULL_SHARD" and words.STRATEGIES[words.strategy(given)] != (
+                frees is not False,
+                words.EVERYWHERE,
+            ):
                 _without_effect("FSDP_SHARDING_STRATEGY", given, 2, "FSDP_RESHARD_AFTER_FORWARD")
             given = None
         if self.fsdp_version == 1 and self.reshard_after_forward is None and isinstance(frees, int):
-            if frees is not True and (given is None or _STRATEGIES[_strategy(given)][0]):
+            if frees is not True and (given is None or words.STRATEGIES[words.strategy(given)][0]):
                 _without_effect("FSDP_RESHARD_AFTER_FORWARD", str(frees).lower(), 1, "FSDP_SHARDING_STRATEGY")
             frees = None
         return given, frees
@@ -294,7 +251,7 @@ class FullyShardedDataParallelPlugin:
                 f"FSDP2 does not support {given}. Please set `fsdp_state_dict_type` to `SHARDED_STATE_DICT` or `FULL_STATE_DICT`."
             )
         self.state_dict_type = kind
-        self.state_dict_config, self.optim_state_dict_config = _CONFIGS[kind]
+        self.state_dict_config, self.optim_state_dict_config = words.CONFIGS[kind]
 
     def _offload(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):
@@ -322,15 +279,17 @@ class FullyShardedDataParallelPlugin:
         self.min_num_params = self._size()
         given = self._given("auto_wrap_policy")
         if isinstance(given, str):
-            if given.upper() not in _POLICIES:
-                raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {list(_POLICIES)}")
+            if given.upper() not in words.POLICIES:
+                raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {list(words.POLICIES)}")
             named = {
                 "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
                 "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
             }
-            given = named.get(given.upper(), _no_wrap)
+            given = named.get(given.upper(), words.no_wrap)
         elif given is not None and not callable(given):
-            raise ValueError(f"auto_wrap_policy={given!r}: allowed are {list(_POLICIES)} and functions of a module.")
+            raise ValueError(
+                f"auto_wrap_policy={given!r}: allowed are {list(words.POLICIES)} and functions of a module."
+            )
         self.auto_wrap_policy = given
 
     def _class_names(self) -> list[str]:
@@ -366,7 +325,9 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Compute and reduce in this precision, if no policy was given or `override` says so."""
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = None if str(mixed_precision) == "no" else _precision_policy(mixed_precision)
+            self.mixed_precision_policy = (
+                None if str(mixed_precision) == "no" else words.precision_policy(mixed_precision)
+            )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Look for the classes in this model; kept for libraries that call it.
@@ -378,7 +339,7 @@ class FullyShardedDataParallelPlugin:
 
     def shards_and_copies(self, size: int, local_size: int) -> tuple[int, int]:
         """Over how many ranks parameters are divided, and how many copies there are of the whole."""
-        shards = {EVERYWHERE: size, MACHINE: local_size, NOWHERE: 1}[self._layout]
+        shards = {words.EVERYWHERE: size, words.MACHINE: local_size, words.NOWHERE: 1}[self._layout]
         return shards, size // shards
 
     def sharding(self) -> Sharding:
@@ -401,15 +362,15 @@ class FullyShardedDataParallelPlugin:
     def choose(self, model: nn.Module) -> Choose | None:
         """Which modules of a model are gathered together; None for the model as a whole."""
         policy = self.auto_wrap_policy
-        if policy is _no_wrap:
+        if policy is words.no_wrap:
             return None
         if policy is size_based_auto_wrap_policy:
-            least = _DEFAULT_SIZE if self.min_num_params is None else self.min_num_params
+            least = words.DEFAULT_SIZE if self.min_num_params is None else self.min_num_params
             return by_size(model, least) if least > 0 else None
         if policy is None or policy is transformer_auto_wrap_policy:
-            names = self._classes or _own_classes(model)
+            names = self._classes or words.own_classes(model)
             return by_class(model, names) if names else None
-        return _function(policy)
+        return words.function(policy)
 
     def ignored(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that every rank keeps whole."""
@@ -430,10 +391,6 @@ def setting_of(field: str) -> str:
     return _SETTINGS.get(field, field if field.startswith("fsdp_") else f"fsdp_{field}")
 
 
-def _names_strategy(given: Any) -> bool:
-    return isinstance(given, ShardingStrategy) or (isinstance(given, str) and given.upper() in _STRATEGY_NAMES)
-
-
 def _without_effect(variable: str, value: Any, version: int, instead: str) -> None:
     if CONTEXT.first_time(f"{variable} has no effect"):
         _logger.warning(
@@ -444,63 +401,3 @@ def _without_effect(variable: str, value: Any, version: int, instead: str) -> No
             version,
             instead,
         )
-
-
-def _no_wrap(module: nn.Module) -> bool:
-    return False
-
-
-def _strategy(given: Any) -> ShardingStrategy:
-    if isinstance(given, ShardingStrategy):
-        return given
-    known = _STRATEGY_NAMES | {str(kind.value): kind for kind in ShardingStrategy}
-    kind = known.get(str(given).upper())
-    if kind is None:
-        raise ValueError(f"sharding_strategy={given!r}: allowed are {list(_STRATEGY_NAMES)}.")
-    return kind
-
-
-def _precision_policy(given: Any) -> MixedPrecisionPolicy:
-    """A policy from a torch policy, the name of a precision, or a dictionary.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if isinstance(given, str) or hasattr(given, "value"):
-        name = str(getattr(given, "value", given)).lower()
-        dtype = torch.bfloat16 if name == "fp8" else _DTYPES.get(name)
-        if dtype is not None:
-            return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
-    if isinstance(given, dict) and set(given) == set(_POLICY_KEYS):
-        dtypes: dict[str, Any] = {key: _DTYPES.get(value, value) for key, value in given.items()}
-        if all(isinstance(value, torch.dtype) for value in dtypes.values()):
-            return MixedPrecisionPolicy(**dtypes)
-    raise ValueError(
-        f"Invalid mixed precision policy: {given}. Must be a `MixedPrecisionPolicy`, one of {sorted(_DTYPES)}, or a `dict` with "
-        f"keys {list(_POLICY_KEYS)} and these values."
-    )
-
-
-def _own_classes(model: nn.Module) -> list[str]:
-    """The classes that a model says must not be divided, as far as it has them."""
-    present = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    return [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
-
-
-def _function(policy: Any) -> Choose:
-    """A choice from a function of a module, or from one of torch's policies, which ask for more."""
-    if isinstance(policy, partial) and policy.func is transformer_auto_wrap_policy:
-        classes = tuple(policy.keywords["transformer_layer_cls"])
-        return lambda module: isinstance(module, classes)
-    try:
-        asks = set(inspect.signature(policy).parameters)
-    except (TypeError, ValueError):
-        asks = set()
-    if "recurse" in asks:
-        return lambda module: bool(
-            policy(module=module, recurse=False, nonwrapped_numel=sum(each.numel() for each in module.parameters()))
-        )
-    # A layer that runs again was chosen when it still had its own class, which the function may compare.
-    return lambda module: isinstance(module, Recomputed) or bool(policy(module))
