@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-# command: one line of help. Each lives in the module of its name here, as `main(arguments) -> exit code`.
+# command: one line of help. Each lives in the module of its name here (`-` is `_`), as `main(arguments) -> exit code`.
 COMMANDS = {
     "launch": "start a script on one process or many",
+    "merge-weights": "write one file of plain weights from a folder of shards",
     "settings": "print every setting with its flag, environment variable and file key, as Markdown",
 }
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    code: int = import_module(f"hasten.cli.{first}").main(rest)
+    code: int = import_module(f"hasten.cli.{first.replace('-', '_')}").main(rest)
     return code
 
 
