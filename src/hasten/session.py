@@ -400,9 +400,7 @@ class Session:
 
     def load_weights(self, model: Any, path: Any, strict: bool, initialise: Any) -> tuple[list[str], list[str]]:
         """Load weights from files; see `Accelerator.load_weights`."""
-        return self.engine.load_weights(
-            self.unwrap_model(model, True, False), path, strict=strict, initialise=initialise
-        )
+        return self.engine.load_weights(self.own_module(model), path, strict=strict, initialise=initialise)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> Any:
         """The user's own module inside a prepared one, compiled or not."""
