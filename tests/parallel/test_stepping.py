@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,57 +45,62 @@ class Neither(torch.optim.Adafactor):
     needs_whole_parameters = False
 
 
-@pytest.fixture
-def single(tmp_path) -> Iterator[Any]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def divided(mesh: Any) -> Any:
     return nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [
-        (torch.optim.AdamW, {}, None),
-        (torch.optim.SGD, {}, None),
-        (torch.optim.SGD, {"fused": True}, PARTS),
-        (torch.optim.Adagrad, {"fused": True}, PARTS),
-        (torch.optim.AdamW, {"fused": True}, None),
-        (torch.optim.Rprop, {}, PARTS),
-        (torch.optim.Muon, {}, WHOLE),
-        (MyMuon, {}, WHOLE),
-        (torch.optim.Adafactor, {}, WHOLE),
-        (MyAdamW, {}, None),
-        (MySGD, {}, UNKNOWN),
-        (Muon, {}, None),
-        (Whole, {}, WHOLE),
-        (Parts, {}, PARTS),
-        (Neither, {}, None),
-    ],
-)
-def test_the_class_chooses(single, kind, options, expected):
-    optimizer = kind([divided(single)], lr=0.1, **options)
-    assert stepping.adapt(optimizer) == expected
-    steps = optimizer.step
-    assert stepping.adapt(optimizer) == expected  # once
-    assert optimizer.step == steps
+CHOICES: list[tuple[Any, dict[str, Any], str | None]] = [
+    (torch.optim.AdamW, {}, None),
+    (torch.optim.SGD, {}, None),
+    (torch.optim.SGD, {"fused": True}, PARTS),
+    (torch.optim.Adagrad, {"fused": True}, PARTS),
+    (torch.optim.AdamW, {"fused": True}, None),
+    (torch.optim.Rprop, {}, PARTS),
+    (torch.optim.Muon, {}, WHOLE),
+    (MyMuon, {}, WHOLE),
+    (torch.optim.Adafactor, {}, WHOLE),
+    (MyAdamW, {}, None),
+    (MySGD, {}, UNKNOWN),
+    (Muon, {}, None),
+    (Whole, {}, WHOLE),
+    (Parts, {}, PARTS),
+    (Neither, {}, None),
+]
 
 
-def test_without_divided_parameters_nothing_happens(single):
+def chosen() -> list[str | None]:
+    mesh = init_device_mesh("cpu", (1,))
+    found = []
+    for kind, options, _ in CHOICES:
+        optimizer = kind([divided(mesh)], lr=0.1, **options)
+        found.append(stepping.adapt(optimizer))
+        steps = optimizer.step
+        assert stepping.adapt(optimizer) == found[-1]  # once
+        assert optimizer.step == steps
+    return found
+
+
+def test_the_class_chooses() -> None:
+    assert run_ranks(chosen, 1) == [[expected for _, _, expected in CHOICES]]
+
+
+def test_without_divided_parameters_nothing_happens() -> None:
     optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
     assert stepping.adapt(optimizer) is None
     assert "step" not in vars(optimizer)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(torch.optim.LBFGS, "one vector"), (torch.optim.SparseAdam, "sparse")])
-def test_what_is_refused(single, kind, reason):
-    with pytest.raises(ValueError, match=f"{kind.__name__} cannot update parameters.*{reason}.*replicate the model"):
-        stepping.adapt(kind([divided(single)]))
+def refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for kind, reason in ((torch.optim.LBFGS, "one vector"), (torch.optim.SparseAdam, "sparse")):
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__} cannot update parameters.*{reason}.*replicate the model"
+        ):
+            stepping.adapt(kind([divided(mesh)]))
+
+
+def test_what_is_refused() -> None:
+    run_ranks(refused, 1)
 
 
 def following() -> list[Any]:
@@ -124,11 +128,16 @@ def test_following_keeps_groups_and_state():
     assert run_ranks(following, 2) == [[[2, 0], True, [0.5, 0.01], True, 3]] * 2
 
 
-def test_a_step_with_options_and_a_name(single):
-    parameter = divided(single)
+def one_step() -> Any:
+    mesh = init_device_mesh("cpu", (1,))
+    parameter = divided(mesh)
     optimizer = Whole([parameter], lr=0.1)
     stepping.adapt(optimizer)
-    parameter.grad = distribute_tensor(torch.ones(4, 3), single, [Shard(0)])
-    assert optimizer.step.__name__ == "step"
-    assert optimizer.step(closure=lambda: 2.0) == 2.0
-    torch.testing.assert_close(parameter.full_tensor(), torch.full((4, 3), 0.9))
+    parameter.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    return optimizer.step.__name__, optimizer.step(closure=lambda: 2.0), parameter.full_tensor().detach()
+
+
+def test_a_step_with_options_and_a_name() -> None:
+    ((name, loss, values),) = run_ranks(one_step, 1)
+    assert (name, loss) == ("step", 2.0)
+    torch.testing.assert_close(values, torch.full((4, 3), 0.9))

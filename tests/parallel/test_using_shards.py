@@ -103,7 +103,7 @@ def compiled(which: str, kind: str) -> dict[str, Any]:
     return {
         "graphs": counter.frame_count,
         "units": [name for name, module in own.named_modules() if isinstance(module, FSDPModule)],
-        "notes": len(accelerator.explain(model).notes),
+        "planned": len(accelerator.explain(model).details.units),
         "parameters": parameters,
         "state": list(accelerator.get_state_dict(model)),
         "streamed": sorted(name for name, _ in accelerator.stream_weights(model)),
@@ -125,7 +125,7 @@ def test_compiled_models_are_sharded(which, kind):
     for rank, found in enumerate(run_ranks(compiled, 2, which, kind, timeout=120)):
         assert found["graphs"] >= 1
         assert found["units"] == ["", "embedding", "layers.0", "layers.1", "norm", "head"]
-        assert found["notes"] == 4
+        assert found["planned"] == 4
         assert list(found["parameters"]) == names
         expected = dict(model.named_parameters())
         torch.testing.assert_close(found["parameters"], expected, rtol=1e-4, atol=1e-5)
