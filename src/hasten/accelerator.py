@@ -686,6 +686,9 @@ class Accelerator(ProcessView):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        checksums: bool = False,
+        fallback: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Continue from a checkpoint; call it on every process after preparing the same objects.
@@ -693,17 +696,28 @@ class Accelerator(ProcessView):
         The loaders' seeds and epochs are restored, so that `skip_first_batches(loader, n)` continues in the same order.
 
         Args:
-            input_dir: the folder; without it the newest complete one, under automatic checkpoint naming.
+            input_dir: the folder; without it, or with "latest", the newest complete one, under automatic checkpoint naming.
             load_kwargs: arguments of `torch.load` for optimizers, schedulers and the scaler.
+            checksums: read every file before anything is changed, and compare its checksums; sizes are always compared.
+            fallback: if the checksums of the newest checkpoint are wrong, take the one before, with a warning.
             load_model_func_kwargs: arguments for loading models, e.g. `strict=False`, and `map_location`: None, "cpu" or
                 "on_device".
 
         Raises:
+            RuntimeError: a file is damaged; the message names it.
             ValueError: there is no such checkpoint.
         """
         from hasten import saving
 
-        saving.load_state(self._session, self.project_configuration, input_dir, load_kwargs, load_model_func_kwargs)
+        saving.load_state(
+            self._session,
+            self.project_configuration,
+            input_dir,
+            load_kwargs,
+            load_model_func_kwargs,
+            checksums=checksums or fallback,
+            fallback=fallback,
+        )
 
     def save_model(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.checkpoint import files, model, retention, state
 from hasten.checkpoint.state import Contents
-from hasten.collectives.objects import broadcast_object_list
+from hasten.collectives.objects import broadcast_object_list, gather_object
 
 if TYPE_CHECKING:
     from hasten.session import Session
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
+
+LATEST = "latest"
 
 
 def contents_of(session: Session) -> Contents:
@@ -102,20 +104,16 @@ def load_state(
     input_dir: PathLike | None,
     load_kwargs: dict[str, Any] | None,
     model_kwargs: dict[str, Any],
+    checksums: bool = False,
+    fallback: bool = False,
 ) -> None:
     """Restore a checkpoint; see `Accelerator.load_state`.
 
     Raises:
+        RuntimeError: it is damaged.
         ValueError: there is no such checkpoint, or none is named.
     """
-    if input_dir is not None:
-        folder = Path(input_dir).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"Tried to find {folder} but folder does not exist")
-    elif project.automatic_checkpoint_naming:
-        folder = retention.newest(retention.folder_of_all(_project_dir(project)))
-    else:
-        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    folder = _choose(session, project, input_dir, checksums, fallback)
     if not session.gradients.sync_gradients:  # the window that is left behind must not add to the one that comes
         for optimizer in session.optimizers:
             optimizer.optimizer.zero_grad()
@@ -132,6 +130,43 @@ def load_state(
     if project.automatic_checkpoint_naming:
         # Whatever checkpoint was loaded, the next one must not run into one that is there.
         project.iteration = retention.next_iteration(retention.folder_of_all(_project_dir(project)))
+
+
+def _choose(
+    session: Session, project: ProjectConfiguration, input_dir: PathLike | None, checksums: bool, fallback: bool
+) -> Path:
+    """The checkpoint that is meant; with `checksums` one whose files have theirs, on every rank."""
+    if input_dir is not None and (os.fspath(input_dir) != LATEST or Path(input_dir).is_dir()):
+        folder = Path(input_dir).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"Tried to find {folder} but folder does not exist")
+        if fallback:
+            raise ValueError(
+                f"load_state({str(folder)!r}, fallback=True): which one is before it? Leave the folder out."
+            )
+        offered = iter([folder])
+    elif project.automatic_checkpoint_naming:
+        offered = retention.complete(retention.folder_of_all(_project_dir(project)))
+    else:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    for folder in offered:
+        problem = _damage(session, folder) if checksums else None
+        if problem is None:
+            return folder
+        if not fallback:
+            raise RuntimeError(problem)
+        logger.warning("%s Taking the one before.", problem)
+    raise AssertionError("whoever offers says that there are no more")
+
+
+def _damage(session: Session, folder: Path) -> str | None:
+    """What is wrong with a checkpoint for some rank, which is then wrong for all."""
+    problem = None
+    try:
+        state.verify(folder, session.world, checksums=True)
+    except RuntimeError as error:
+        problem = str(error)
+    return next((each for each in gather_object([problem], world=session.world) if each), None)
 
 
 def _repeat_exchange_orders(session: Session, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,27 @@ def numbered(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def complete(folder: Path) -> Iterator[Path]:
+    """The complete checkpoints, the highest number first; says which ones it leaves out.
+
+    Raises:
+        ValueError: there is none, or no more.
+    """
+    for path in reversed(numbered(folder).values()):
+        if store.is_complete(path):
+            yield path
+        else:
+            logger.warning("%s is not complete; looking for an older one.", path)
+    raise ValueError(f"There is no complete checkpoint in {folder}. Save one first, or pass `input_dir`.")
+
+
 def newest(folder: Path) -> Path:
     """The complete checkpoint with the highest number.
 
     Raises:
         ValueError: there is none.
     """
-    for path in reversed(numbered(folder).values()):
-        if store.is_complete(path):
-            return path
-        logger.warning("%s is not complete; looking for an older one.", path)
-    raise ValueError(f"There is no complete checkpoint in {folder}. Save one first, or pass `input_dir`.")
+    return next(complete(folder))
 
 
 def check_free(path: Path) -> None:

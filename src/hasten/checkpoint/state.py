@@ -152,8 +152,7 @@ def load(
         FileNotFoundError: there is no file for one of the objects.
         RuntimeError: a file is damaged or does not fit, or the number of custom objects differs.
     """
-    path = store.resolve(folder)
-    store.verify(path, concerns=lambda name: not _is_of_another_rank(name, world.rank))
+    path = verify(folder, world)
     _check_custom(path, len(contents.custom))
     models = list(contents.models)
     for hook in hooks:
@@ -170,6 +169,17 @@ def load(
     # Last, since loading the others may draw random numbers.
     step = random_states.read(path, world.rank, world)
     return {} if step is None else {"step": step}
+
+
+def verify(folder: str | os.PathLike[str], world: World, checksums: bool = False) -> Path:
+    """Check that the files that this rank reads are there, with their sizes, and on demand with their checksums.
+
+    Raises:
+        RuntimeError: files are damaged or missing; the message names them.
+    """
+    path = store.resolve(folder)
+    store.verify(path, checksums, concerns=lambda name: not _is_of_another_rank(name, world.rank))
+    return path
 
 
 def exchange_orders(folder: str | os.PathLike[str]) -> list[list[str] | None]:
