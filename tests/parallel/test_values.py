@@ -347,3 +347,32 @@ def test_different_values_are_told_once() -> None:
     told, silent = run_ranks(warnings_of, 2, [0, 1])
     assert silent == []
     assert "different values for embedding.weight of Buffered" in told[0]
+
+
+# ---- on one process ----
+
+
+def test_on_one_process_the_same_script_runs(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", "single", True)
+    one = accelerator()
+    model = empty(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = one.prepare(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"are on the meta device and have no values. After `prepare` load them"):
+        model(tokens(0, 0))
+    one.load_weights(model, path, initialise=lambda module: module.reset_parameters())
+    assert model.head.weight is model.embedding.weight
+    assert trained(one, model, optimizer) == pytest.approx(plain(True, 1), abs=1e-6)
+
+
+def replicated() -> str:
+    with pytest.raises(ValueError) as caught:
+        Accelerator(cpu=True).prepare(empty(False))
+    return str(caught.value)
+
+
+def test_nothing_can_not_be_replicated() -> None:
+    assert run_ranks(replicated, 2)[1] == (
+        "Rank 1: Buffered is on the meta device, so there is nothing to replicate. Load it before it is prepared: "
+        "`accelerator.load_weights(model, path)`."
+    )

@@ -85,7 +85,8 @@ def prepare(model: torch.nn.Module, recipe: Recipe, place: bool, evaluation: boo
     for transform in recipe.before:
         model = transform.apply(model)
         steps.append(transform.name)
-    if place and not recipe.engine.moves_models and first_dtensor(model) is None:
+    empty = any(parameter.is_meta for parameter in model.parameters())  # what gives it values also places it
+    if place and not recipe.engine.moves_models and not empty and first_dtensor(model) is None:
         model = model.to(recipe.world.device)
         steps.append(f"to {recipe.world.device}")
     kind = type(model)

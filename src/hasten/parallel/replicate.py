@@ -78,10 +78,16 @@ class Replicate:
         """Wrap in DDP; evaluation models and models without trainable parameters stay as they are.
 
         Raises:
-            ValueError: the model holds DTensors, which DDP cannot replicate.
+            ValueError: the model holds DTensors, which DDP cannot replicate, or tensors without values.
         """
+        has_values = check_values(model)
         if self.world.group is None or evaluation or not any(p.requires_grad for p in model.parameters()):
             return model
+        if not has_values:
+            raise ValueError(
+                f"Rank {self.world.rank}: {type(model).__name__} is on the meta device, so there is nothing to replicate. Load it "
+                "before it is prepared: `accelerator.load_weights(model, path)`."
+            )
         if self.world.size == 1 and self.world.row.is_cpu is False:
             return model
         check_no_dtensor(model, self.world)
@@ -196,6 +202,16 @@ def check_no_dtensor(model: torch.nn.Module, world: World) -> None:
             "and cannot be replicated by DDP. Prepare it with `evaluation_mode=True` to leave it as it is, or pass the "
             "unsharded model."
         )
+
+
+def check_values(model: torch.nn.Module) -> bool:
+    """Whether every parameter has values; if one has none, the first pass without them will be refused."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return True
+    from hasten.parallel.passes import require_values
+
+    require_values(model)
+    return False
 
 
 def first_dtensor(model: torch.nn.Module) -> str | None:
