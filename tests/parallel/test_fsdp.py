@@ -26,7 +26,7 @@ from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.parallelism import ParallelismSizes
 from hasten.world.mesh import ParallelismConfig
 from tests.parallel.test_units import Block, Language
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 BF16 = torch.bfloat16
 SAMPLES = 24
@@ -171,6 +171,40 @@ def test_policies(fields, chosen):
     choose = FullyShardedDataParallelPlugin(**fields).choose(model)
     found = None if choose is None else [name for name, module in model.named_modules() if choose(module)]
     assert found == chosen
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, True),
+        ({"auto_wrap_policy": "no_wrap"}, False),
+        ({"transformer_cls_names_to_wrap": ["Block"]}, False),
+        ({"auto_wrap_policy": "size_based_wrap"}, False),
+    ],
+)
+def test_a_model_whose_layers_are_not_known_is_named_once(caplog, fields, said):
+    made = FullyShardedDataParallelPlugin(**fields)
+    for _ in range(2):
+        made.choose(Language())
+        if "transformer_cls_names_to_wrap" not in fields:
+            made.choose(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))  # has no layers of its own
+    assert [record.getMessage()[:39] for record in caplog.records] == ["No layers of Language were chosen, so a"] * said
+    if said:
+        assert (
+            "(it has several of Block): FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=['Block'])"
+            in caplog.text
+        )
+
+
+def keep_shards_over(number: int) -> None:
+    Accelerator(cpu=True, fsdp_plugin=plugin(reshard_after_forward=number)).prepare(Language())
+
+
+def test_shards_are_kept_over_a_part_of_the_processes():
+    with pytest.raises(RankError) as caught:
+        run_ranks(keep_shards_over, 2, 3)
+    assert "over 3 processes after the forward pass, but parameters are divided over 2" in caught.value.tracebacks[0]
+    assert "Allowed are 1, 2, True and False." in caught.value.tracebacks[0]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def test_nested_choices_are_inner_first():
 def test_classes_that_are_not_there():
     with pytest.raises(ValueError, match=r"layer classes Decoder, Layer in Language.*Block, Embedding, Language"):
         by_class(Language(), ["Layer", "Decoder", "Block"])
+    with pytest.raises(ValueError, match=r"layer class Blok in Language \(did you mean 'Block'\?\)\. Its modules"):
+        by_class(Language(), ["Blok"])
 
 
 def test_sizes():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hasten import Accelerator
+from hasten import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from hasten.collectives.broadcast import broadcast
 from hasten.collectives.gather import gather
 from hasten.collectives.objects import gather_object
@@ -31,7 +31,7 @@ OPERATIONS: dict[str, Callable[[], Any]] = {
     "broadcast": lambda: broadcast(torch.zeros(2)),
     "pad_across_processes": lambda: pad_across_processes(torch.zeros(2)),
     "gather_object": lambda: gather_object([1]),
-    "wait_for_everyone": lambda: process.current().barrier(),
+    "wait_for_everyone": lambda: PartialState(cpu=True).wait_for_everyone(),
     "main_process_first": lambda: process.current().first(False).__enter__(),
 }
 NAMES = [name for name in OPERATIONS if name != "main_process_first"]  # that one needs another process that goes first
@@ -106,6 +106,29 @@ def test_the_error_names_who_did_not_come_and_where_the_others_wait(operation: s
         assert "look for a call inside `if is_main_process`" in lines[3]
         assert "InitProcessGroupKwargs(timeout=timedelta(...))" in lines[3]
         assert "Timed out waiting" in lines[4]
+
+
+def saves_alone(folder: str) -> Any:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    process.start(timeout=timedelta(seconds=1))
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    result = None
+    if accelerator.is_main_process:
+        result = missed(lambda: accelerator.save_model(model, folder))
+        store().add("over", 1)
+    stay_until("over", 1)
+    return result
+
+
+def test_what_the_user_has_called_is_named_before_its_exchange(tmp_path):
+    assert (
+        str(Note(3, "gather", "train.py:5", "gather"))
+        == str(Note(3, "gather", "train.py:5"))
+        == "`gather` at train.py:5"
+    )
+    text, missing = run_ranks(saves_alone, 2, str(tmp_path))[0]
+    assert missing == (1,)
+    assert text.startswith(f"Rank 0 of 2: `save_model` (its `gather_object`) at {HERE}:")
 
 
 def only_the_main_process() -> Any:
@@ -201,7 +224,7 @@ def long_wait() -> list[str]:
         while not store().check([f"hasten/arrivals/{group_name(world)}/2"]) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(1.6)
-    world.barrier()
+    PartialState(cpu=True).wait_for_everyone()
     arrivals._TOLD_S = kept
     logger.removeHandler(handler)
     return lines

@@ -369,8 +369,25 @@ class FullyShardedDataParallelPlugin:
             return by_size(model, least) if least > 0 else None
         if policy is None or policy is transformer_auto_wrap_policy:
             names = self._classes or words.own_classes(model)
+            if not names:
+                self._warn_of_one_unit(model)
             return by_class(model, names) if names else None
         return words.function(policy)
+
+    def _warn_of_one_unit(self, model: nn.Module) -> None:
+        world, kind, layers = CONTEXT.world, type(model).__name__, words.repeated_classes(model)
+        if not layers or (world is not None and (not world.is_main or world.size == 1)):
+            return
+        if CONTEXT.first_time(f"{kind} is one unit"):
+            _logger.warning(
+                "No layers of %s were chosen, so all its parameters are gathered at once, and each process needs memory for the "
+                "whole model in every pass. Name the classes of its layers (it has several of %s): "
+                "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=%r). If that is what you want: "
+                'auto_wrap_policy="no_wrap".',
+                kind,
+                ", ".join(layers),
+                layers,
+            )
 
     def ignored(self, model: nn.Module) -> set[nn.Parameter]:
         """The parameters that every rank keeps whole."""

@@ -180,6 +180,7 @@ class Shard:
                 for module in modules.values()
                 if owners & {id(each) for each in module.parameters(recurse=False)}
             )
+        self._check_reshard()
         ignored, given = self._ignored(model), self.sharding.ignored(model)
         if self.world.is_main:
             passes.warn_of_ignored(model, given)
@@ -209,6 +210,15 @@ class Shard:
         alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}
         self._alone[model] = [passes.Alone(each, self.mesh) for each in alone - given]
         return units
+
+    def _check_reshard(self) -> None:
+        frees, shards = self.sharding.frees, self.mesh.shape[-1]
+        if isinstance(frees, int) and not isinstance(frees, bool) and shards % frees:
+            allowed = ", ".join(str(number) for number in range(1, shards + 1) if shards % number == 0)
+            raise ValueError(
+                f"reshard_after_forward={frees} keeps shards over {frees} processes after the forward pass, but parameters are "
+                f"divided over {shards}, which is no multiple of it. Allowed are {allowed}, True and False."
+            )
 
     def _check_alike(self, model: nn.Module) -> None:
         name = find_different(model, self.world)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hasten.settings.values import nearest
 from hasten.weights.names import class_name
 
 Choose = Callable[[nn.Module], bool]
@@ -257,7 +258,7 @@ def by_class(model: nn.Module, names: Iterable[str]) -> Choose:
     if missing:
         raise ValueError(
             f"Could not find the transformer layer class{'es' if len(missing) > 1 else ''} {', '.join(missing)} in "
-            f"{type(model).__name__}. Its modules are of the classes {', '.join(sorted(present))}."
+            f"{type(model).__name__}{nearest(missing[0], present)}. Its modules are of the classes {', '.join(sorted(present))}."
         )
     return lambda module: any(kind.__name__ in wanted for kind in type(module).__mro__)
 

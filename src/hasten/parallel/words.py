@@ -118,6 +118,20 @@ def own_classes(model: nn.Module) -> list[str]:
     return [name for name in getattr(model, "_no_split_modules", None) or () if name in present]
 
 
+def repeated_classes(model: nn.Module) -> list[str]:
+    """The classes, other than torch's own, of which one list of modules has several: what are probably the layers."""
+    found = dict[str, None]()
+    for each in model.modules():
+        if isinstance(each, (nn.ModuleList, nn.Sequential)):
+            kinds = [type(child) for child in each if any(True for _ in child.parameters())]
+            found |= {
+                kind.__name__: None
+                for kind in kinds
+                if kinds.count(kind) > 1 and not kind.__module__.startswith("torch.")
+            }
+    return list(found)
+
+
 def function(policy: Any) -> Choose:
     """A choice from a function of a module, or from one of torch's policies, which ask for more."""
     if isinstance(policy, partial) and policy.func is transformer_auto_wrap_policy:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -66,11 +67,19 @@ def call_site(whole: bool = False) -> str:
     Args:
         whole: give the path of the file; otherwise without folders, which may differ between machines.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_BETWEEN):
-        frame = frame.f_back
+    frame, _ = _caller()
     path = frame.f_code.co_filename
     return f"{path if whole else os.path.basename(path)}:{frame.f_lineno}"
+
+
+def _caller() -> tuple[FrameType, str]:
+    """The frame that called this package, and the public function of this package that it called, or nothing."""
+    frame, before = sys._getframe(1), sys._getframe(0)
+    while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_BETWEEN):
+        frame, before = frame.f_back, frame
+    called = before.f_code
+    public = called.co_name.isidentifier() and not called.co_name.startswith("_")
+    return frame, called.co_name if public and os.path.abspath(called.co_filename).startswith(_PACKAGE) else ""
 
 
 @dataclass(frozen=True)
@@ -79,15 +88,19 @@ class Note:
 
     Args:
         call: the how-manieth exchange of its world this is.
-        operation: what was called.
+        operation: the exchange.
         site: file and line of the call.
+        called: the function that was called there, if it is another one than the exchange.
     """
 
     call: int
     operation: str
     site: str
+    called: str = ""
 
     def __str__(self) -> str:
+        if self.called not in ("", self.operation):
+            return f"`{self.called}` (its `{self.operation}`) at {self.site}"
         return f"`{self.operation}` at {self.site}"
 
 
@@ -264,7 +277,8 @@ class _Wait:
             self.arrivals.forget()
 
     def _own(self) -> Note:
-        return Note(self.arrivals.call, self.arrivals.operation, call_site(whole=True))
+        _, called = _caller()
+        return Note(self.arrivals.call, self.arrivals.operation, call_site(whole=True), called)
 
 
 def _place(note: Note, own: Note) -> str:
