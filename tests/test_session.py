@@ -1,5 +1,6 @@
 import copy
 import gc
+import logging
 import pickle
 import weakref
 from datetime import timedelta
@@ -308,3 +309,36 @@ def test_hooks_come_and_go(tmp_path: Path):
     accelerator.save_state(tmp_path / "two")
     accelerator.load_state(tmp_path / "two")
     assert calls == [("save", 1, 1), ("load", 1)]
+
+
+# ---- numbers of batches ----
+
+
+def uneven(samples: int, **fields: Any) -> tuple[list[str], str]:
+    from hasten import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hasten.session").addHandler(handler)
+    config = DataLoaderConfiguration(**fields)
+    one = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), dataloader_config=config)
+    model = one.prepare(linear())
+    one.prepare(DataLoader(TinyDataset(samples), batch_size=2))
+    logging.getLogger("hasten.session").removeHandler(handler)
+    with pytest.raises(ValueError) as caught, one.join_uneven_inputs([model]):
+        pass
+    return messages, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "fields", "warns"),
+    [(6, {"even_batches": False}, True), (8, {"even_batches": False}, False), (6, {}, False)],
+)
+def test_a_sharded_model_and_different_numbers_of_batches(samples, fields, warns):
+    for rank, (messages, text) in enumerate(run_ranks(uneven, 2, samples, **fields)):
+        assert text.startswith(f"Rank {rank}: join_uneven_inputs works with replicated models (DDP) only")
+        assert len(messages) == (warns and rank == 0)
+        if messages:
+            assert "different numbers of batches (2, 1)" in messages[0]
+            assert "end the epoch after 1 batches" in messages[0]

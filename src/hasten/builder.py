@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hasten.parallel.replicate import Replicate
 from hasten.session import Session
 from hasten.settings import environment
 from hasten.settings.accumulation import GradientAccumulationPlugin
@@ -25,7 +26,7 @@ from hasten.world import process
 from hasten.world.process import World
 
 if TYPE_CHECKING:
-    from hasten.parallel.shard import Shard
+    from hasten.protocols import Engine
 
 # The attribute of the Accelerator under which each kind of handler is found.
 HANDLERS: dict[str, type[KwargsHandler]] = {
@@ -208,16 +209,17 @@ def _environment_shards(own_world: bool) -> bool:
     return bool(environment.get("use_fsdp", {"ACCELERATE_USE_FSDP": export.before("use_fsdp") or ""}))
 
 
-def open_shard(plugin: Any, config: Any, state: AcceleratorState) -> Shard | None:
-    """The engine that shards, or None where models are replicated: without a plugin, without ranks to share with."""
+def open_engine(plugin: Any, config: Any, state: AcceleratorState, handler: Any) -> Engine:
+    """The engine that shards, or the one that replicates: without a plugin, without ranks to share with."""
     world = state.world
-    if plugin is None or world.group is None:
-        return None
+    if plugin is None:
+        return Replicate(world, handler)
     shards, copies = plugin.shards_and_copies(world.size, world.local_size)
     if config is not None and config.total_size > 1:
         shards, copies = config.dp_shard_size, config.dp_replicate_size
-    if shards == 1 and world.size > 1:
-        return None
+    if world.group is None or (shards == 1 and world.size > 1):
+        sharding = plugin.sharding()
+        return Replicate(world, handler, sharding.transforms, sharding.initialise)
     from hasten.parallel.shard import Shard
     from hasten.world.mesh import build_mesh
 
@@ -318,5 +320,5 @@ def open_session(
         choose_rng_types(rng_types),
         step_scheduler_with_optimizer,
         scheduler_unit,
-        open_shard(plugin, parallelism_config, state),
+        open_engine(plugin, parallelism_config, state, handlers["ddp_handler"]),
     )

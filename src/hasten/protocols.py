@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,6 +69,15 @@ class Engine(Protocol):
 
     def follow(self, optimizer: Any) -> int:
         """Let a torch optimizer hold what the parameters of wrapped models have become; returns how many it found."""
+        ...
+
+    @property
+    def before_step(self) -> Callable[[Any], None] | None:
+        """What is called with an optimizer before each of its steps; None where nothing is to be checked."""
+        ...
+
+    def locate(self, error: BaseException) -> None:
+        """Add to an error of a backward pass where this rank was, if it comes from the backend."""
         ...
 
     def current(self, parameters: Any) -> Any:

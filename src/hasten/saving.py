@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.checkpoint import files, model, retention, state
 from hasten.checkpoint.state import Contents
 from hasten.collectives.objects import broadcast_object_list, gather_object
+from hasten.weights import empty
 
 if TYPE_CHECKING:
     from hasten.session import Session
@@ -54,6 +55,8 @@ def save_state(
             "save_state() in the middle of an accumulation window: the gradients of its micro-batches so far are not part of a "
             "checkpoint, so a resumed run will differ. Save where `accelerator.sync_gradients` is true."
         )
+    for item in session.models:
+        empty.check_values(session.engine.unwrap(item))
     more = {
         **_form(session, options),
         "hooks": list(session.save_hooks.values()),
@@ -192,6 +195,7 @@ def save_model(
     if session.engine.divides_state:
         from hasten.checkpoint import by_name
 
+        empty.check_values(session.engine.unwrap(item))
         parts = by_name.model_state(session.engine.unwrap(item))
         model.save_divided(parts, folder, max_shard_size, safe, save_on_each_node=each_node, world=session.world)
         return

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.parallel.replicate import Replicate
 from hasten.protocols import Engine
 from hasten.training.accumulation import GradientState, Window
 from hasten.world.context import CONTEXT
 
 if TYPE_CHECKING:
     from hasten.parallel.plan import Recipe
-    from hasten.parallel.shard import Shard
     from hasten.precision.scaler import LossScaling
     from hasten.settings.accumulation import GradientAccumulationPlugin
     from hasten.settings.dataloading import DataLoaderConfiguration
@@ -45,7 +43,7 @@ class Session:
         rng_types: generators that are synchronised at the start of each epoch.
         step_scheduler_with_optimizer: whether prepared schedulers follow their optimizers.
         scheduler_unit: see `Accelerator`; None for the default.
-        shard: the engine that shards models; None to replicate them.
+        engine: how models live on the ranks.
     """
 
     def __init__(
@@ -57,8 +55,8 @@ class Session:
         dataloader_config: DataLoaderConfiguration,
         rng_types: list[Any],
         step_scheduler_with_optimizer: bool,
-        scheduler_unit: str | None = None,
-        shard: Shard | None = None,
+        scheduler_unit: str | None,
+        engine: Engine,
     ) -> None:
         self.state = state
         self.world: World = state.world
@@ -69,7 +67,7 @@ class Session:
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_unit = scheduler_unit
-        self.engine: Engine = Replicate(self.world, handlers.get("ddp_handler")) if shard is None else shard
+        self.engine = engine
         self.exchanging: Engine | None = self.engine if self.world.group is not None else None
         self.lone_window = Window(self.gradients, None, ()) if self.exchanging is None else None
         self.dtype: torch.dtype | None = None
@@ -143,6 +141,7 @@ class Session:
         self.recipes[id(wrapped)] = recipe, steps
         for name in self.engine.forward_methods(wrapped):
             self.register_forward_method(wrapped, name)
+        self._check_even(self.dataloaders)
         return wrapped
 
     def _transforms(self) -> list[Any]:
@@ -187,10 +186,19 @@ class Session:
         # An optimizer obeys the Accelerator that prepared it last.
         optimizer.gradient_state = self.gradients
         optimizer.follow = self.engine.follow
+        optimizer.before_step = self._before_first_step if self.world.size > 1 else None
         optimizer.scaler = optimizer.update_scale = None
         if self.scaling is not None:
             optimizer.scaler, optimizer.update_scale = self.scaling.scaler, self.scaling.stepped
             self.scaling.join(optimizer)
+
+    def _before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
+        from hasten.training import strangers
+
+        strangers.tell(optimizer, self.models, self.world)
+        optimizer.before_step = self.engine.before_step
+        if optimizer.before_step is not None:
+            optimizer.before_step(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare one scheduler; see `Accelerator.prepare_scheduler`."""
@@ -259,7 +267,25 @@ class Session:
         )
         setattr(prepared, _PREPARED, True)
         self.dataloaders.append(prepared)
+        self._check_even([prepared])
         return prepared
+
+    def _check_even(self, loaders: Iterable[Any]) -> None:
+        """Warn of a loader that would let some ranks run a sharded model once more than others."""
+        if not (self.engine.divides_state and self.models and self.world.is_main):
+            return
+        from hasten.data import contract
+
+        for loader in loaders:
+            steps = contract.describe(loader).share.steps if getattr(loader, "even_batches", None) is False else None
+            if steps is not None and len(set(steps)) > 1:
+                _logger.warning(
+                    "With even_batches=False the processes have different numbers of batches (%s), but a sharded model needs all "
+                    "of them in each pass: those with a batch more would wait for the others. Use even_batches=True (the "
+                    "default), drop_last=True, or end the epoch after %d batches.",
+                    ", ".join(map(str, steps)),
+                    min(steps),
+                )
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +299,11 @@ class Session:
             loss = loss / steps
         if self.scaling is not None:
             loss = self.scaling.scale(loss)
-        loss.backward(**arguments)
+        try:
+            loss.backward(**arguments)
+        except RuntimeError as error:
+            self.engine.locate(error)
+            raise
         if mean is not None:
             mean.correct()
 
@@ -370,6 +400,11 @@ class Session:
     def _join(self, joinables: Any) -> AbstractContextManager[Any]:
         from torch.distributed.algorithms import Join, Joinable
 
+        if self.engine.divides_state:
+            raise ValueError(
+                f"Rank {self.world.rank}: join_uneven_inputs works with replicated models (DDP) only: a sharded model needs all "
+                "processes in each pass. Use even_batches=True, the default of DataLoaderConfiguration."
+            )
         joinables = list(joinables) if isinstance(joinables, (list, tuple)) else [joinables]
         for item in joinables:
             if not isinstance(item, Joinable):

@@ -1,4 +1,6 @@
 import logging
+import os
+import re
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from hasten import Accelerator, DistributedType, GradScalerKwargs
 from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
 from hasten.settings import environment
 from hasten.settings.accumulation import GradientAccumulationPlugin
+from hasten.settings.loading import enable_fsdp_ram_efficient_loading
 from hasten.settings.parallelism import ParallelismSizes
 from hasten.world.mesh import ParallelismConfig
 from tests.parallel.test_units import Block, Language
@@ -580,3 +583,46 @@ def test_models_generate(tied):
     for (words, losses), own in zip(run_ranks(spoken, 2, tied), expected, strict=True):
         assert torch.equal(words, own)
         assert losses == pytest.approx([first.item(), second.item()], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"min_num_params": 5, "auto_wrap_policy": "no_wrap"},
+            "min_num_params=5 has no effect with auto_wrap_policy='no_wrap'",
+        ),
+        (
+            {"min_num_params": 5, "transformer_cls_names_to_wrap": "A"},
+            "no effect with transformer_cls_names_to_wrap. Leave",
+        ),
+        ({"min_num_params": 5, "auto_wrap_policy": "transformer_based_wrap"}, "'size_based_wrap' looks at"),
+        ({"min_num_params": 5, "auto_wrap_policy": lambda module: True}, "auto_wrap_policy='a function'"),
+        ({"transformer_cls_names_to_wrap": ["A"], "auto_wrap_policy": "size_based_wrap"}, "=['A'] has no effect with"),
+        ({"transformer_cls_names_to_wrap": ["A"], "auto_wrap_policy": "no_wrap"}, "='no_wrap'. Leave one of them out"),
+    ],
+)
+def test_arguments_that_nothing_would_look_at(fields, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        FullyShardedDataParallelPlugin(**fields)
+
+
+def test_a_size_alone_chooses_by_size(monkeypatch):
+    model = Language()
+    chosen = FullyShardedDataParallelPlugin(min_num_params=5).choose(model)
+    assert [name for name, module in model.named_modules() if chosen(module)]
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "5")  # launchers write it with any policy
+    assert FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap").choose(Language()) is None
+
+
+def test_what_a_plugin_tells_other_libraries_is_no_default_of_the_next():
+    variable = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    assert FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True).cpu_ram_efficient_loading
+    assert os.environ[variable] == "true"
+    assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is False
+    assert os.environ[variable] == "false"
+    enable_fsdp_ram_efficient_loading()  # but this is what it is for
+    assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is True
+    assert FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False).cpu_ram_efficient_loading is False
+    assert os.environ[variable] == "false"
+    assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is True

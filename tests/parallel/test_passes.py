@@ -12,7 +12,6 @@ from torch.nn import functional
 from hasten import Accelerator
 from hasten.parallel import passes
 from hasten.parallel.fsdp import FullyShardedDataParallelPlugin
-from hasten.world.agreement import DistributedOperationException
 from tests.parallel.test_units import Language
 from tests.ranks import run_ranks
 
@@ -467,37 +466,6 @@ def test_what_a_linear_layer_answers_is_no_view():
 
 
 # ---- ranks that go different ways ----
-
-
-class Skipping(Language):
-    """Leaves a layer out, where it is told to."""
-
-    left_out: int | None = None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for number, layer in enumerate(self.layers):
-            hidden = hidden if number == self.left_out else layer(hidden)
-        return self.head(self.norm(hidden))
-
-
-def skipped(left_out: int) -> tuple[float, str]:
-    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], activation_checkpointing=True)
-    one = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model = one.prepare(Skipping())
-    loss = model(torch.zeros(2, 3, dtype=torch.long)).mean()
-    one.backward(loss)
-    model.left_out = left_out if one.process_index == 1 else None
-    with pytest.raises(DistributedOperationException) as caught:
-        model(torch.zeros(2, 3, dtype=torch.long))
-    return loss.item(), str(caught.value)
-
-
-@pytest.mark.parametrize(("left_out", "instead"), [(0, "layers.1"), (1, "norm")])
-def test_in_debug_mode_ranks_agree_on_every_unit(left_out: int, instead: str) -> None:
-    for _, text in run_ranks(skipped, 2, left_out, env={"ACCELERATE_DEBUG_MODE": "true"}):
-        assert f"rank 0: forward(unit='layers.{left_out}') at test_passes.py:" in text
-        assert f"rank 1: forward(unit='{instead}')" in text
 
 
 # ---- values ----

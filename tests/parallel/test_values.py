@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.parallel.test_shard import loss_of, tokens
-from tests.parallel.test_units import Language
+from tests.parallel.test_units import Block, Language
 from tests.ranks import RankError, run_ranks
 
 
@@ -271,6 +271,56 @@ def test_models_that_can_not_be_spread(kind: str, text: str) -> None:
     assert all(text in each for each in caught.value.tracebacks.values())
 
 
+def synchronised(first_is_empty: bool) -> tuple[list[float], list[float]]:
+    one = accelerator(sync_module_states=True)
+    model = empty(False) if first_is_empty and one.is_main_process else model_of(False, seed=one.process_index)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = one.prepare(model, optimizer)
+    return trained(one, model, optimizer)
+
+
+def test_modules_are_synchronised() -> None:
+    for losses in run_ranks(synchronised, 2, False):
+        assert losses == pytest.approx(plain(False, 2), abs=1e-5)
+
+
+def unlike(kind: str) -> list[str]:
+    rank = Accelerator(cpu=True).process_index
+    one = accelerator()
+    model: nn.Module = Buffered(False, width=6 + rank) if kind == "shape" else nn.ModuleDict({f"m{rank}": Block(3)})
+    with pytest.raises(ValueError) as caught:
+        one.prepare(model)
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shape", "share it, but embedding.weight is [10, 6] on rank 0 and [10, 7] on rank 1."),
+        ("name", "m0.norm.weight is [3] on rank 0 and not there on rank 1."),
+    ],
+)
+def test_models_that_are_not_alike_are_refused(kind: str, text: str) -> None:
+    for (found,) in run_ranks(unlike, 2, kind):
+        assert text in found
+
+
+def loaded_on_one(path: str) -> str:
+    one = accelerator()
+    model = one.prepare(empty(False))
+    rank = one.process_index
+    with pytest.raises((RuntimeError, FileNotFoundError)) as caught:
+        one.load_weights(model, path if rank else "/nothing", initialise=Buffered.reset_parameters)
+    return str(caught.value)
+
+
+def test_a_failure_to_load_is_an_error_of_all(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", "sharded", False)
+    first, second = run_ranks(loaded_on_one, 2, str(path))
+    assert first.startswith("/nothing does not exist")
+    assert second.startswith("load_weights failed: rank 0 failed with FileNotFoundError: /nothing does not exist")
+
+
 # ---- from a function ----
 
 
@@ -376,3 +426,43 @@ def test_nothing_can_not_be_replicated() -> None:
         "Rank 1: Buffered is on the meta device, so there is nothing to replicate. Load it before it is prepared: "
         "`accelerator.load_weights(model, path)`."
     )
+
+
+def fill(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(0.5)
+
+
+def test_on_one_process_a_function_makes_values_too() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        transformer_cls_names_to_wrap=["Block"], param_init_fn=fill, activation_checkpointing=True
+    )
+    one = Accelerator(cpu=True, fsdp_plugin=plugin)
+    with torch.device("meta"):
+        model = Language()
+    model = one.prepare(model)
+    assert all(bool((each == 0.5).all()) for each in model.parameters())
+    assert one.explain(model).steps == ("activation checkpointing",)
+
+
+def saved_without_values(call: str, folder: str) -> str:
+    one = accelerator()
+    model = one.prepare(empty(False))
+    calls = {
+        "get_state_dict": lambda: one.get_state_dict(model),
+        "save_model": lambda: one.save_model(model, folder),
+        "save_state": lambda: one.save_state(folder),
+    }
+    with pytest.raises(RuntimeError) as caught:
+        calls[call]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["get_state_dict", "save_model", "save_state"])
+def test_what_has_no_values_is_not_saved(call: str, tmp_path: Path) -> None:
+    for text in run_ranks(saved_without_values, 2, call, str(tmp_path)):
+        assert "are on the meta device and have no values" in text
+        assert "accelerator.load_weights(model, path)" in text
+    assert list(tmp_path.iterdir()) == []

@@ -63,6 +63,12 @@ def test_damaged_files_are_refused(tmp_path, content):
         SafeFile(tmp_path / "f")
 
 
+def test_a_pointer_of_git_lfs_is_told_from_damage(tmp_path):
+    (tmp_path / "f").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(RuntimeError, match=r"pointer of Git LFS.*git lfs pull"):
+        SafeFile(tmp_path / "f")
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         SafeFile(tmp_path / "f")

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hasten.checkpoint.together import together
 from hasten.collectives.objects import gather_object
+from hasten.collectives.together import together
 from hasten.weights.write import FolderWriter, without_zip_checksums
 from hasten.world.process import World
 

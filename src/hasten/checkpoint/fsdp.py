@@ -16,7 +16,7 @@ from hasten.checkpoint import by_name, commit, sharded, sources
 from hasten.checkpoint.dcp_folder import METADATA
 from hasten.checkpoint.sharded import Form, form_of
 from hasten.checkpoint.sources import MODEL, OPTIMIZER
-from hasten.checkpoint.together import together
+from hasten.collectives.together import together
 from hasten.weights.write import FolderWriter
 from hasten.world import process
 from hasten.world.process import World

@@ -13,7 +13,7 @@ import torch
 from hasten.checkpoint import commit
 from hasten.checkpoint.dcp_folder import METADATA, Folder, is_folder
 from hasten.checkpoint.leftovers import temporary_name
-from hasten.checkpoint.together import together
+from hasten.collectives.together import together
 from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.write import FolderWriter
 from hasten.world import process

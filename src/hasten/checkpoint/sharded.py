@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from hasten.checkpoint import by_name, dcp, sources
 from hasten.checkpoint.dcp import leaves
 from hasten.checkpoint.sources import MODEL, OPTIMIZER
-from hasten.checkpoint.together import together
 from hasten.collectives.objects import gather_object
+from hasten.collectives.together import together
 from hasten.weights.write import FolderWriter, in_file_order
 from hasten.world.process import World
 

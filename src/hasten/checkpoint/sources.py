@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hasten.checkpoint.dcp import Place
 from hasten.checkpoint.dcp_folder import METADATA, Folder, is_folder
-from hasten.checkpoint.together import together
 from hasten.collectives.objects import broadcast_object_list
+from hasten.collectives.together import together
 from hasten.collectives.wire import wire_of
 from hasten.weights.safe_file import SafeFile
 from hasten.weights.torch_file import read_torch

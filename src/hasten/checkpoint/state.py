@@ -315,7 +315,7 @@ def _write_divided(
 ) -> None:
     """What every process has a part of."""
     from hasten.checkpoint import by_name, sharded
-    from hasten.checkpoint.together import together
+    from hasten.collectives.together import together
 
     models: list[Any] = list(contents.models)
     weights: list[Any] = []

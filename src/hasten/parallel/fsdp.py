@@ -23,6 +23,7 @@ from hasten.parallel.recompute import Recompute
 from hasten.parallel.shard import Sharding
 from hasten.parallel.units import Choose, by_class, by_size
 from hasten.settings import environment, export
+from hasten.settings.schema import BY_NAME
 from hasten.settings.values import FALSE, TRUE
 from hasten.world.context import CONTEXT
 
@@ -56,13 +57,14 @@ class FullyShardedDataParallelPlugin:
         auto_wrap_policy: which modules are gathered together: "transformer_based_wrap" (by class), "size_based_wrap", "no_wrap"
             (the model as a whole) or a function of a module; by default the model's own `_no_split_modules`, if it has them.
         transformer_cls_names_to_wrap: the classes, as a list or with commas (`FSDP_TRANSFORMER_CLS_TO_WRAP`).
-        min_num_params: the size for "size_based_wrap".
+        min_num_params: the size for "size_based_wrap", which it chooses if nothing else does.
         cpu_offload: True or a torch policy: keep shards on the CPU (`FSDP_OFFLOAD_PARAMS`).
         ignored_modules: modules that every rank keeps whole, or a pattern that their whole names match.
         forward_prefetch: gather so many units ahead in the forward pass; True for one.
         backward_prefetch: torch's own choice is always in effect; an integer gathers so many units ahead.
         state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT: the form of checkpoints, see docs/checkpoints.md.
-        use_orig_params, sync_module_states, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
+        sync_module_states: every rank begins with the values that the first one has, if it has any.
+        use_orig_params, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
         activation_checkpointing: layers keep their input only and run again in the backward pass. True for all layers (the
             outermost that the policy chooses), an integer n for every n-th, or operations whose results are kept all the same (a
             list or a policy, see `torch.utils.checkpoint.create_selective_checkpoint_contexts`).
@@ -115,6 +117,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = words.precision_policy(self.mixed_precision_policy)
         self._prefetch = (self._ahead("forward_prefetch"), self._ahead("backward_prefetch"))
         self.forward_prefetch = self.backward_prefetch = None
+        self._synchronises = bool(self._flag("sync_module_states"))
         self.use_orig_params = self.sync_module_states = None
         if self.fsdp_version == 1:
             self._become_version_2()
@@ -139,10 +142,14 @@ class FullyShardedDataParallelPlugin:
         return 1 if old else 2
 
     def _choose_loading(self) -> None:
-        argument = self.cpu_ram_efficient_loading
+        setting = setting_of("cpu_ram_efficient_loading")
+        given = self.cpu_ram_efficient_loading is not None
+        if not given:  # what another plugin has told is not a setting of this one
+            said = environment.get(setting, {BY_NAME[setting].env: export.said(setting) or ""})
+            self.cpu_ram_efficient_loading = bool(said)
         self.cpu_ram_efficient_loading = bool(self._flag("cpu_ram_efficient_loading"))
-        if argument is not None:  # what reads the weights looks at the environment
-            export.export("fsdp_cpu_ram_efficient_loading", self.cpu_ram_efficient_loading)
+        if given or export.is_told(setting):  # what reads the weights looks at the environment
+            export.tell(setting, self.cpu_ram_efficient_loading)
 
     def _choose_recomputation(self) -> None:
         given = self._given("activation_checkpointing")
@@ -275,9 +282,12 @@ class FullyShardedDataParallelPlugin:
         return int(text in TRUE)
 
     def _choose_policy(self) -> None:
+        classes, size = self.transformer_cls_names_to_wrap, self.min_num_params
         self._classes = self._class_names()
         self.min_num_params = self._size()
         given = self._given("auto_wrap_policy")
+        if given is None and self.min_num_params is not None and not self._classes:
+            given = size_based_auto_wrap_policy
         if isinstance(given, str):
             if given.upper() not in words.POLICIES:
                 raise ValueError(f"Invalid auto wrap policy: {given}. Must be one of {list(words.POLICIES)}")
@@ -291,6 +301,24 @@ class FullyShardedDataParallelPlugin:
                 f"auto_wrap_policy={given!r}: allowed are {list(words.POLICIES)} and functions of a module."
             )
         self.auto_wrap_policy = given
+        self._check_policy(classes, size)
+
+    def _check_policy(self, classes: Any, size: Any) -> None:
+        """Refuse arguments that the policy would not look at. Launchers write variables of all policies, which are no mistake."""
+        named = {transformer_auto_wrap_policy: "transformer_based_wrap", size_based_auto_wrap_policy: "size_based_wrap"}
+        policy = self.auto_wrap_policy
+        word = named.get(policy, "no_wrap" if policy is words.no_wrap else "a function") if policy else "by class"
+        if classes and word not in ("by class", "transformer_based_wrap"):
+            raise ValueError(
+                f"transformer_cls_names_to_wrap={classes!r} has no effect with auto_wrap_policy={word!r}. Leave one of them out; "
+                "classes are what 'transformer_based_wrap' looks for."
+            )
+        if size is not None and word != "size_based_wrap":
+            other = "transformer_cls_names_to_wrap" if word == "by class" else f"auto_wrap_policy={word!r}"
+            raise ValueError(
+                f"min_num_params={size} has no effect with {other}. Leave one of them out; sizes are what "
+                "'size_based_wrap' looks at."
+            )
 
     def _class_names(self) -> list[str]:
         given = self._given("transformer_cls_names_to_wrap")
@@ -356,6 +384,7 @@ class FullyShardedDataParallelPlugin:
             upcast=policy.param_dtype not in (None, torch.float32),
             transforms=() if recompute is None else (recompute,),
             from_first=bool(self.cpu_ram_efficient_loading),
+            synchronises=self._synchronises,
             initialise=self.param_init_fn,
         )
 

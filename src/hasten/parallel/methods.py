@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.parallel import passes
+from hasten.parallel import alike, passes
 from hasten.weights.whole import is_divided
 from hasten.world import torch_private
 
@@ -91,10 +92,12 @@ def _through_shards(module: Any, name: str, roots: Sequence[Any]) -> None:
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for root in around:
-            if hasattr(root, "reshard"):
-                torch_private.prepare_root(root)  # which must not be the first part that happens to run
-        return run(*args, **kwargs)
+        with ExitStack() as stack:
+            for root in around:
+                if hasattr(root, "reshard"):
+                    torch_private.prepare_root(root)  # which must not be the first part that happens to run
+                stack.enter_context(alike.inside(root))
+            return run(*args, **kwargs)
 
     setattr(module, name, call)
 

@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree
 
-from hasten.weights.names import class_name
-from hasten.world.frames import frames_of
-from hasten.world.process import World
+from hasten.weights.empty import check_values, find_empty
 
 _logger = logging.getLogger(__name__)
 
@@ -164,19 +162,11 @@ def without_gradients(call: Callable[..., Any], roots: Sequence[Any]) -> Callabl
 def require_values(model: nn.Module) -> None:
     """Refuse the first pass of a model that still has tensors on the meta device."""
 
-    def empty_in(module: nn.Module) -> list[str]:
-        return [name for name, each in [*module.named_parameters(), *module.named_buffers()] if each.is_meta]
-
     def look(module: nn.Module, inputs: Any) -> None:
-        if empty := empty_in(module):
-            raise RuntimeError(
-                f"{len(empty)} tensors of {class_name(module)} ({empty[0]}, ...) are on the meta device and have no values. After "
-                "`prepare` load them with `accelerator.load_weights(model, path)`, or let FullyShardedDataParallelPlugin make them "
-                "(`param_init_fn`) or take those of the first process (`cpu_ram_efficient_loading=True`)."
-            )
+        check_values(module)
         handle.remove()
 
-    if empty_in(model):
+    if find_empty(model):
         handle = model.register_forward_pre_hook(look, prepend=True)
 
 
@@ -192,20 +182,6 @@ def accept_whole_states(model: nn.Module) -> None:
                 state[prefix + name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
 
     model.register_load_state_dict_pre_hook(divide)
-
-
-def agree_on_units(units: Sequence[tuple[str, nn.Module]], world: World) -> None:
-    """Let all ranks say which unit they are about to gather, and raise on all of them where they differ.
-
-    By itself the backend would stop the process, or take what it gets for something else.
-    """
-    frames = frames_of(world)
-
-    def agree(name: str, module: nn.Module, inputs: Any) -> None:
-        frames.agree("forward", unit=name)
-
-    for name, module in units:
-        module.register_forward_pre_hook(functools.partial(agree, name), prepend=True)
 
 
 def leave_inference_mode(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,19 +41,34 @@ class DistributedDataParallelKwargs(DistributedDataParallelSettings):
 
 
 class Replicate:
-    """The engine for whole models: DDP where there are several ranks and something to train, else the model itself."""
+    """The engine for whole models: DDP where there are several ranks and something to train, else the model itself.
+
+    Args:
+        world: the ranks.
+        handler: arguments of DDP.
+        transforms: what is done to a model before.
+        initialise: gives memory and values to a module on the meta device.
+    """
 
     name = "replicate"
 
-    def __init__(self, world: World, handler: DistributedDataParallelSettings | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        handler: DistributedDataParallelSettings | None = None,
+        transforms: tuple[Transform, ...] = (),
+        initialise: Callable[[torch.nn.Module], Any] | None = None,
+    ) -> None:
         self.world = world
         self.handler = handler
+        self.transforms = transforms
+        self.initialise = initialise
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, ExchangeOrder] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
-        return Replicate, (self.world, self.handler)
+        return Replicate, (self.world, self.handler, self.transforms, self.initialise)
 
-    transforms: tuple[Transform, ...] = ()
+    before_step = None
     divides_state = False
     moves_models = False
 
@@ -70,6 +85,9 @@ class Replicate:
         """Do nothing: parameters stay what they are."""
         return 0
 
+    def locate(self, error: BaseException) -> None:
+        """Do nothing: DDP's errors say what they are about."""
+
     def current(self, parameters: Any) -> Any:
         """The parameters."""
         return parameters
@@ -80,6 +98,8 @@ class Replicate:
         Raises:
             ValueError: the model holds DTensors, which DDP cannot replicate, or tensors without values.
         """
+        if self.initialise is not None:
+            initialise(model, self.initialise, self.world.device)
         has_values = check_values(model)
         if self.world.group is None or evaluation or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -91,6 +111,7 @@ class Replicate:
         if self.world.size == 1 and self.world.row.is_cpu is False:
             return model
         check_no_dtensor(model, self.world)
+        self._agree()
         arguments = {} if self.handler is None else self.handler.to_kwargs()
         index = self.world.device.index
         if not self.world.row.is_cpu and index is not None:
@@ -103,6 +124,11 @@ class Replicate:
             register_comm_hook(self.handler, wrapped)
         self._note_order(wrapped)
         return wrapped
+
+    def _agree(self) -> None:
+        from hasten.world.frames import frames_of
+
+        frames_of(self.world).agree("prepare", engine=self.name)
 
     def _note_order(self, model: DistributedDataParallel) -> None:
         from hasten.parallel import exchange_order
@@ -202,6 +228,15 @@ def check_no_dtensor(model: torch.nn.Module, world: World) -> None:
             "and cannot be replicated by DDP. Prepare it with `evaluation_mode=True` to leave it as it is, or pass the "
             "unsharded model."
         )
+
+
+def initialise(model: torch.nn.Module, function: Callable[[torch.nn.Module], Any], device: torch.device) -> None:
+    """Give memory and values to what is on the meta device, and put it where the model runs."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        from hasten.parallel.values import Initialisation
+
+        Initialisation(model, function).apply([model])
+        model.to(device)
 
 
 def check_values(model: torch.nn.Module) -> bool:

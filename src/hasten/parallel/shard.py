@@ -15,13 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hasten.collectives.objects import broadcast_object_list
+from hasten.collectives.together import together
 from hasten.parallel import passes
+from hasten.parallel.alike import Passes
 from hasten.parallel.division import Division
 from hasten.parallel.stepping import follow
 from hasten.parallel.units import Choose, Unit, plan_units
 from hasten.parallel.values import Initialisation, ValuesOfFirst, find_different, materialise
 from hasten.protocols import Transform
 from hasten.weights import gradients
+from hasten.weights.empty import check_values
 from hasten.weights.load import load_weights
 from hasten.weights.successors import all_current, replace
 from hasten.weights.whole import own_name, state_of, stream
@@ -49,6 +53,7 @@ class Sharding:
         upcast: store parameters that are trained in fp32, so that small updates are not lost.
         transforms: what is done to a model before.
         from_first: give every rank the values that rank 0 has; the others need none.
+        synchronises: the same, if rank 0 has any.
         initialise: gives memory and values to a module on the meta device, before its unit is sharded.
     """
 
@@ -61,6 +66,7 @@ class Sharding:
     upcast: bool = False
     transforms: tuple[Transform, ...] = ()
     from_first: bool = False
+    synchronises: bool = False
     initialise: Callable[[nn.Module], Any] | None = None
 
 
@@ -80,6 +86,7 @@ class Shard:
         self.mesh = mesh
         self.sharding = sharding
         self._divisions: weakref.WeakKeyDictionary[nn.Module, Division] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakSet[Passes] = weakref.WeakSet()
         self._alone: weakref.WeakKeyDictionary[Any, list[passes.Alone]] = weakref.WeakKeyDictionary()
 
     @property
@@ -113,6 +120,16 @@ class Shard:
         """Let an optimizer hold the shards of its parameters; see the function."""
         return follow(optimizer)
 
+    def before_step(self, optimizer: Any) -> None:
+        """Raise if ranks have gone different ways through a model since the last step."""
+        for each in list(self._passes):
+            each.check()
+
+    def locate(self, error: BaseException) -> None:
+        """Add to an error of the backend what each model had gathered last."""
+        for each in list(self._passes):
+            each.locate(error)
+
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
         # One number, or none, can not be divided.
         whole = {each for each in model.parameters() if _is_quantized(each) or each.dim() == 0 or each.numel() == 0}
@@ -134,7 +151,9 @@ class Shard:
             _check_divided(model)
             return model
         passes.check(model)
-        values = ValuesOfFirst(model, self.world) if self.sharding.from_first else None
+        self._check_reshard()
+        frames_of(self.world).agree("prepare", engine=self.name)
+        values = ValuesOfFirst(model, self.world) if self._takes_values_of_first(model) else None
         initialisation = (
             None if values or not self.sharding.initialise else Initialisation(model, self.sharding.initialise)
         )
@@ -159,10 +178,16 @@ class Shard:
         return model
 
     def load_weights(self, model: Any, path: Any, **options: Any) -> tuple[list[str], list[str]]:
-        """Load weights from files; each rank reads its shards alone, also into a model on the meta device."""
-        return load_weights(
-            _compiled(model), path, materialise=lambda module: materialise(module, self._home), **options
-        )
+        """Load weights from files; each rank reads its shards alone, also into a model on the meta device.
+
+        Where it fails on one rank, it fails on all.
+        """
+
+        def load() -> tuple[list[str], list[str]]:
+            own = _compiled(model)
+            return load_weights(own, path, materialise=lambda module: materialise(module, self._home), **options)
+
+        return together(self.world, "load_weights failed", load)
 
     @property
     def _home(self) -> torch.device:
@@ -180,7 +205,6 @@ class Shard:
                 for module in modules.values()
                 if owners & {id(each) for each in module.parameters(recurse=False)}
             )
-        self._check_reshard()
         ignored, given = self._ignored(model), self.sharding.ignored(model)
         if self.world.is_main:
             passes.warn_of_ignored(model, given)
@@ -203,13 +227,17 @@ class Shard:
         passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
         passes.leave_inference_mode(model)
         passes.accept_whole_states(model)
-        if frames_of(self.world).debug:
-            passes.agree_on_units(
-                [(name or "the model", modules[name]) for unit in units for name in unit.modules], self.world
-            )
+        self._passes.add(Passes(model, units, self.world))
         alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}
         self._alone[model] = [passes.Alone(each, self.mesh) for each in alone - given]
         return units
+
+    def _takes_values_of_first(self, model: nn.Module) -> bool:
+        if self.sharding.from_first or not self.sharding.synchronises:
+            return self.sharding.from_first
+        has_values = [not any(each.is_meta for each in model.parameters())]
+        broadcast_object_list(has_values, world=self.world)
+        return has_values[0]  # otherwise they come from files, later
 
     def _check_reshard(self) -> None:
         frees, shards = self.sharding.frees, self.mesh.shape[-1]
@@ -268,6 +296,7 @@ class Shard:
     def model_state_dict(self, model: Any) -> dict[str, Any]:
         """The whole model's tensors on the CPU, on rank 0; nothing on the others. All ranks must call it."""
         model = _compiled(model)
+        check_values(model)
         tensors = stream(state_of(model), self.world, "get_state_dict", device="cpu")
         whole = {name: value for name, value in tensors if self.world.is_main}
         state = ((own_name(name), value) for name, value in model.state_dict().items())

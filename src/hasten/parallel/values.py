@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -84,13 +85,37 @@ def _own_empty(module: nn.Module) -> list[str]:
 def find_different(model: nn.Module, world: World) -> str | None:
     """The first parameter or buffer of which ranks have different values, looking at a few of each; None if there is none.
 
-    Call it on every rank. One exchange.
+    Call it on every rank. What is exchanged does not grow with the model unless something differs.
+
+    Raises:
+        ValueError: ranks have different tensors; names one of them, on every rank.
     """
-    taken = {name: _sample(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
-    each = gather_object([taken], world=world)
+    own = {
+        name: (str(list(tensor.shape)), b"" if tensor.is_meta else _sample(tensor)) for name, tensor in _tensors(model)
+    }
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=16).digest()
+    if len(set(gather_object([digest], world=world))) == 1:
+        return None
+    told: list[Any] = [own]
+    broadcast_object_list(told, world=world)
+    found = gather_object([_difference(told[0], own, world.rank)], world=world)
+    if problem := next((problem for _, problem in found if problem), None):
+        raise ValueError(f"The processes must build the same model to share it, but {problem}")
+    return next((name for name, _ in found if name), None)
+
+
+_Seen = dict[str, tuple[str, bytes]]  # shape and sample of each tensor
+
+
+def _difference(first: _Seen, own: _Seen, rank: int) -> tuple[str | None, str | None]:
+    """A tensor whose values differ from those of rank 0, and what is wrong if they are not even of one shape."""
+    for name in {**first, **own}:
+        shapes = [seen[name][0] if name in seen else "not there" for seen in (first, own)]
+        if shapes[0] != shapes[1]:
+            return name, f"{name} is {shapes[0]} on rank 0 and {shapes[1]} on rank {rank}."
     return next(
-        (name for name in each[0] if any(other.get(name, each[0][name]) != each[0][name] for other in each)), None
-    )
+        (name for name, (_, sample) in own.items() if sample and first[name][1] not in (b"", sample)), None
+    ), None
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

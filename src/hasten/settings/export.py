@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # What each variable held before we first wrote it. The environment belongs to the whole process, so must its journal.
 _before: dict[str, str | None] = {}
+# Variables that tell other libraries what one of our objects does, with the text before, which is the setting for the next object.
+_told: dict[str, str | None] = {}
 
 
 def export(name: str, value: Any) -> None:
@@ -26,9 +28,28 @@ def export(name: str, value: Any) -> None:
     variables({setting.env: None if value is None else write(setting, convert(setting, value))})
 
 
+def tell(name: str, value: Any) -> None:
+    """Write the setting `name` to its variable for other libraries to read; `said` does not find it."""
+    text = said(name)
+    export(name, value)
+    _told[BY_NAME[name].env] = text
+
+
+def said(name: str) -> str | None:
+    """The text of a setting's variable as the user, a launcher or `export` has set it, and not `tell`."""
+    variable = BY_NAME[name].env
+    return _told[variable] if variable in _told else os.environ.get(variable)
+
+
+def is_told(name: str) -> bool:
+    """Whether the variable of a setting holds what `tell` has written."""
+    return BY_NAME[name].env in _told
+
+
 def variables(changes: Mapping[str, str | None]) -> None:
     """Write environment variables; None unsets one."""
     for variable, text in changes.items():
+        _told.pop(variable, None)
         _before.setdefault(variable, os.environ.get(variable))
         _put(variable, text)
 
@@ -37,6 +58,7 @@ def undo(*names: str) -> None:
     """Give the variables of these settings the values that they had before they were written here."""
     for variable in (BY_NAME[name].env for name in names):
         if variable in _before:
+            _told.pop(variable, None)
             _put(variable, _before.pop(variable))
 
 
@@ -48,6 +70,7 @@ def before(name: str) -> str | None:
 
 def reset() -> None:
     """Give every variable that was written here the value that it had before."""
+    _told.clear()
     while _before:
         _put(*_before.popitem())
 

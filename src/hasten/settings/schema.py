@@ -195,7 +195,7 @@ TABLE: tuple[Setting, ...] = (
           "own choice", old=("fsdp_backward_prefetch_policy", "backward_prefetch_policy"), low=0,
           choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
     _fsdp("use_orig_params", "truth", "Of version 1 and without effect: parameters always stay as they are"),
-    _fsdp("sync_module_states", "truth", "Of version 1 and without effect: all processes always begin with rank 0's weights"),
+    _fsdp("sync_module_states", "truth", "All processes begin with the weights that rank 0 has, if it has any"),
     _variable("torch_device", "str", "ACCELERATE_TORCH_DEVICE", "Device to use, such as cuda:1, instead of the found one"),
     _variable("bypass_device_map", "bool", "ACCELERATE_BYPASS_DEVICE_MAP",
               "Prepare a model that a device map has spread, in a distributed job", default=False),

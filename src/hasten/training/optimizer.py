@@ -24,10 +24,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     Attributes:
         step_was_skipped: whether the last step was left out because gradients were not finite.
         follow: called with the wrapped optimizer when it has got further parameters, which may be sharded.
+        before_step: called with this optimizer before each update.
     """
 
     step_was_skipped = False
     follow: Callable[[torch.optim.Optimizer], Any] | None = None
+    before_step: Callable[[AcceleratedOptimizer], Any] | None = None
 
     def __init__(
         self,
@@ -106,6 +108,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Update the parameters if the accumulation window is complete, else do nothing."""
         if not self.gradient_state.sync_gradients:
             return None
+        if self.before_step is not None:
+            self.before_step(self)
         if self.scaler is None:
             return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         return self._scaled_step(closure)
@@ -180,7 +184,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # The shared parts (accumulation state, scaler's bookkeeping) belong to an Accelerator, not to a pickle of its optimizer,
         # nor does the `step` that torch's schedulers put on an optimizer to watch it.
-        state = {**self.__dict__, "gradient_state": None, "update_scale": None, "follow": None}
+        state = {**self.__dict__, "gradient_state": None, "update_scale": None, "follow": None, "before_step": None}
         state.pop("step", None)
         return state
 

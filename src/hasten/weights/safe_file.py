@@ -107,7 +107,10 @@ class SafeFile:
 
     def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
-        (length,) = struct.unpack("<Q", self._file.read(8))
+        begins = self._file.read(8)
+        if begins == b"version ":
+            raise ValueError("it is a pointer of Git LFS, whose file has not been fetched (`git lfs pull`)")
+        (length,) = struct.unpack("<Q", begins)
         if length > min(size - 8, _LONGEST_HEADER):
             raise ValueError(f"its header should have {length} bytes, the whole file has {size}")
         content = json.loads(self._file.read(length))

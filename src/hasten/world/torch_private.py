@@ -142,6 +142,14 @@ def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(starts)
 
 
+def with_local(tensor: Any, local: torch.Tensor) -> Any:
+    """A DTensor like another one, over another local part of the same shape, wherever that is."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    return make(local, tensor._spec, requires_grad=False)
+
+
 def is_resting(module: Any) -> bool:
     """Whether a sharded module (FSDP2) is in neither a forward nor a backward pass."""
     return bool(module._get_fsdp_state()._training_state.name == "IDLE")
@@ -165,6 +173,11 @@ def spoil_graphs(module: Any) -> None:
 def is_sharding_hook(hook: Any) -> bool:
     """Whether a forward hook of a module is one of those that gather and free its parameters (FSDP2)."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def prepare_root(module: Any) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from hasten.checkpoint.together import together
+from hasten.collectives.together import together
 from hasten.world import process
 from tests.ranks import run_ranks
 
