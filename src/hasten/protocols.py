@@ -76,6 +76,11 @@ class Engine(Protocol):
         """What is called with an optimizer before each of its steps; None where nothing is to be checked."""
         ...
 
+    @property
+    def before_save(self) -> Callable[[], None] | None:
+        """What every rank calls before it saves together with the others; None where nothing is to be checked."""
+        ...
+
     def locate(self, error: BaseException) -> None:
         """Add to an error of a backward pass where this rank was, if it comes from the backend."""
         ...

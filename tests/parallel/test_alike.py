@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,37 +57,55 @@ def step(one: Accelerator, model: Any, optimizer: Any) -> float:
 # ---- passes ----
 
 
-def skipped(left_out: int, late: bool, debug: bool) -> tuple[str, bool]:
+def skipped(left_out: int, late: bool) -> tuple[str, bool]:
     one = accelerator(activation_checkpointing=True)
     model, optimizer = prepared(one)
     for _ in range(5 if late else 1):
         step(one, model, optimizer)
     before = [each.to_local().clone() for each in model.parameters()]
-    # Two of one shape are left out: what is gathered in their place fits.
-    model.left_out = left_out if one.process_index == 1 else (1 - left_out if late and not debug else None)
+    model.left_out = left_out if one.process_index == 1 else None
     with pytest.raises(DistributedOperationException) as caught:
         step(one, model, optimizer)
     kept = all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
     return str(caught.value), kept
 
 
+def differing(saves: bool, folder: str) -> tuple[str, int]:
+    """Late in a run, each rank leaves out another layer: what is gathered in its place fits."""
+    one = accelerator()
+    model, optimizer = prepared(one)
+    for _ in range(4):
+        step(one, model, optimizer)
+    model.left_out = one.process_index
+    for steps in range(1, 20):
+        try:
+            step(one, model, optimizer)
+            if saves:
+                one.save_state(folder)
+        except DistributedOperationException as error:
+            return str(error), steps
+    return "", 0
+
+
 @pytest.mark.parametrize(("left_out", "instead"), [(0, "layers.1"), (1, "norm")])
 @pytest.mark.parametrize("debug", [False, True])
 def test_ranks_agree_on_every_unit(left_out: int, instead: str, debug: bool) -> None:
     env = {"ACCELERATE_DEBUG_MODE": "true"} if debug else {}
-    for text, kept in run_ranks(skipped, 2, left_out, debug, debug, env=env):
+    for text, kept in run_ranks(skipped, 2, left_out, debug, env=env):
         assert kept
         assert f"rank 0: forward(unit='layers.{left_out}') at test_alike.py:" in text
         assert f"rank 1: forward(unit='{instead}')" in text
         assert "All processes must run the same layers" in text
 
 
-def test_later_passes_are_compared_before_the_step() -> None:
-    found = run_ranks(skipped, 2, 0, True, False)
-    for rank, (text, kept) in enumerate(found):
-        assert kept  # nothing was updated with wrong gradients
+@pytest.mark.parametrize("saves", [False, True])
+def test_later_passes_are_compared_now_and_then_and_before_a_save(saves: bool, tmp_path: Path) -> None:
+    for rank, (text, steps) in enumerate(run_ranks(differing, 2, saves, str(tmp_path / "ck"))):
+        assert steps == (1 if saves else 4)
         assert text.startswith("rank 0 and rank 1 went different ways through Skipping")
-        assert f"Rank {rank} gathered embedding, layers.{0 if rank == 0 else 1}, norm + head." in text
+        assert f"Rank {rank} gathered embedding, layers.{1 - rank}, norm + head" in text
+        assert "results of the last 8 passes are wrong" in text
+    assert not (tmp_path / "ck").exists()
 
 
 def counted() -> list[int]:
@@ -106,7 +125,7 @@ def counted() -> list[int]:
     for name in original:
         setattr(dist, name, counting(name))
     try:
-        for _ in range(7):
+        for _ in range(9):
             calls.clear()
             step(one, model, optimizer)
             counts.append(sum(calls.values()))
@@ -116,11 +135,11 @@ def counted() -> list[int]:
     return counts
 
 
-def test_a_later_pass_has_one_small_exchange_more() -> None:
+def test_some_later_passes_have_one_small_exchange_more() -> None:
     gathers = 4 + 3  # of units: forward, and backward but for the last, which stays
     for counts in run_ranks(counted, 2):
-        assert counts[:4] == [gathers + 5 + 1] * 4  # each unit, the end, and the comparison
-        assert counts[4:] == [gathers + 1] * 3
+        assert counts[:4] == [gathers + 5] * 4  # each unit, and the end
+        assert counts[4:] == [gathers] * 3 + [gathers + 1, gathers]
 
 
 def evaluated() -> list[float]:

@@ -25,6 +25,7 @@ from hasten.world.frames import Frames, frames_of
 from hasten.world.process import World
 
 _FIRST = 4  # passes in which ranks agree on every unit; what always differs between them differs there
+_EVERY = 8  # passes from one comparison to the next: an exchange costs about as much as a small layer
 _SHOWN = 12
 _ADVICE = (
     "All processes must run the same layers in the same order: multiply the result of a layer that one of them leaves out by 0, "
@@ -45,7 +46,8 @@ class Passes:
 
     A backend sees only sizes: where ranks go through different layers, it would stop the process, wait, or take one layer for
     another. In the first passes, and always in debug mode, the ranks agree on each unit before it is gathered. Later they compare
-    what a pass has gathered while they go on; `check` raises before the next update or pass.
+    what they have gathered every few passes, while they go on; `check` raises before the next update or pass, and `compare`
+    before anything is saved.
 
     Args:
         model: the root of a sharded model.
@@ -90,9 +92,25 @@ class Passes:
         elif self._depth == 0 and self._gathered:
             if self._agrees:
                 self._agree("(the end of the pass)")
+                self._gathered = []
             self._passes += 1
-            self._exchanges.append(_Exchange(frames_of(self._world), self._gathered))
-            self._gathered = []
+            if self._gathered and self._passes % _EVERY == 0:
+                self._exchange()
+
+    def compare(self) -> None:
+        """Compare what has been gathered since the last time, now; every rank calls it.
+
+        Raises:
+            DistributedOperationException: see `check`.
+        """
+        frames_of(self._world).agree("save_state")  # whoever does not come is named
+        self._exchange()
+        while self._exchanges:
+            self._look(self._exchanges.popleft())
+
+    def _exchange(self) -> None:
+        self._exchanges.append(_Exchange(frames_of(self._world), self._gathered))
+        self._gathered = []
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -110,16 +128,19 @@ class Passes:
             DistributedOperationException: names the ranks, and what this one has gathered. On every rank.
         """
         while self._exchanges and self._exchanges[0].is_there:
-            exchange = self._exchanges.popleft()
-            found = exchange.digests()
-            if len(set(found)) > 1:
-                ways = " and ".join(ranks for _, ranks in grouped(found))
-                raise DistributedOperationException(
-                    f"{ways} went different ways through {self._kind}, so that some took the weights or gradients of one layer for "
-                    f"those of another, and the results of the last pass are wrong. Rank {self._world.rank} gathered "
-                    f"{self._spell(exchange.gathered)}. {_ADVICE} In debug mode (`hasten launch --debug`) the error comes before "
-                    "anything is computed, and names the layer."
-                )
+            self._look(self._exchanges.popleft())
+
+    def _look(self, exchange: _Exchange) -> None:
+        found = exchange.digests()
+        if len(set(found)) == 1:
+            return
+        ways = " and ".join(ranks for _, ranks in grouped(found))
+        raise DistributedOperationException(
+            f"{ways} went different ways through {self._kind}, so that some took the weights or gradients of one layer for those "
+            f"of another: results of the last {_EVERY} passes are wrong. Go on from the last checkpoint. Rank {self._world.rank} "
+            f"gathered {self._spell(exchange.gathered)}. {_ADVICE} In debug mode (`hasten launch --debug`) the error comes before "
+            "anything is computed, and names the layer."
+        )
 
     def locate(self, error: BaseException) -> None:
         """Add to an error of the backend where this rank is in the model."""
@@ -211,4 +232,6 @@ class _Exchange:
     def digests(self) -> list[int]:
         if self._event is None:
             self._work.wait()
+        else:
+            self._event.synchronize()
         return [int(each) for each in self._found.tolist()]

@@ -69,6 +69,7 @@ class Replicate:
         return Replicate, (self.world, self.handler, self.transforms, self.initialise)
 
     before_step = None
+    before_save = None
     divides_state = False
     moves_models = False
 

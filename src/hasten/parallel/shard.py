@@ -86,7 +86,7 @@ class Shard:
         self.mesh = mesh
         self.sharding = sharding
         self._divisions: weakref.WeakKeyDictionary[nn.Module, Division] = weakref.WeakKeyDictionary()
-        self._passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+        self._passes: list[weakref.ref[Passes]] = []
         self._alone: weakref.WeakKeyDictionary[Any, list[passes.Alone]] = weakref.WeakKeyDictionary()
 
     @property
@@ -122,13 +122,22 @@ class Shard:
 
     def before_step(self, optimizer: Any) -> None:
         """Raise if ranks have gone different ways through a model since the last step."""
-        for each in list(self._passes):
+        for each in self._in_order():
             each.check()
+
+    def before_save(self) -> None:
+        """Raise if ranks have gone different ways through a model, whose weights are wrong then; every rank calls it."""
+        for each in self._in_order():
+            each.compare()
 
     def locate(self, error: BaseException) -> None:
         """Add to an error of the backend what each model had gathered last."""
-        for each in list(self._passes):
+        for each in self._in_order():
             each.locate(error)
+
+    def _in_order(self) -> Iterator[Passes]:
+        """What watches the models that are still there, in the order in which they were prepared."""
+        return (passes for each in self._passes if (passes := each()) is not None)
 
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
         # One number, or none, can not be divided.
@@ -227,7 +236,7 @@ class Shard:
         passes.free_without_gradients(model, [modules[unit.modules[0]] for unit in units])
         passes.leave_inference_mode(model)
         passes.accept_whole_states(model)
-        self._passes.add(Passes(model, units, self.world))
+        self._passes.append(weakref.ref(Passes(model, units, self.world)))
         alone = {each for each in model.parameters() if each.dim() == 0 and each.is_floating_point()}
         self._alone[model] = [passes.Alone(each, self.mesh) for each in alone - given]
         return units
