@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from hasten.checkpoint.dcp import Place
-from hasten.weights.memory import bytes_of, is_plain
+from hasten.weights.memory import is_plain
+from hasten.weights.reads import Reads
 from hasten.weights.torch_file import read_torch
 
 METADATA = ".metadata"
@@ -143,13 +144,15 @@ class _Reader(FileSystemReader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         rest: list[ReadItem] = []
+        reads = Reads()
         for name, items in by_file.items():
             with open(Path(self.path) / name, "rb", buffering=0) as file:
-                rest += [item for item in items if not self._read_rows(file, item, planner)]
+                rest += [item for item in items if not self._read_rows(file, item, planner, reads)]
+        reads.run()
         return super().read_data(replace(plan, items=rest), planner)
 
-    def _read_rows(self, file: Any, item: ReadItem, planner: Any) -> bool:
-        """Read a part of a saved tensor, if it is one piece of the file and of memory; whether it is."""
+    def _read_rows(self, file: Any, item: ReadItem, planner: Any, reads: Reads) -> bool:
+        """Let a part of a saved tensor be read, if it is one piece of the file and of memory; whether it is."""
         form, info = self._forms[item.storage_index.fqn], self.storage_data[item.storage_index]
         if (
             item.type is not LoadItemType.TENSOR
@@ -170,13 +173,7 @@ class _Reader(FileSystemReader):
         ):
             return False
         first = item.storage_offsets[0] if len(shape) else 0
-        file.seek(info.offset + start + first * math.prod(shape[1:]) * dtype.itemsize)
-        view = memoryview(bytes_of(target))
-        while len(view):
-            count = file.readinto(view)
-            if not count:
-                raise RuntimeError(f"{file.name} ends too early: it is damaged.")
-            view = view[count:]
+        reads.add(file.name, info.offset + start + first * math.prod(shape[1:]) * dtype.itemsize, target)
         planner.commit_tensor(item, target)
         return True
 

@@ -9,6 +9,7 @@ import torch
 
 from hasten.weights.memory import is_plain
 from hasten.weights.names import shared_names
+from hasten.weights.reads import Reads
 from hasten.weights.safe_file import SafeFile
 
 
@@ -40,9 +41,10 @@ def load_model(
     Raises:
         RuntimeError: the file is damaged, shapes differ, or names do under `strict`.
     """
-    live = model.state_dict()
+    live, reads = model.state_dict(), Reads()
     with SafeFile(path) as file:
-        tensors = {name: _read(file, name, live.get(name), device) for name in file.entries}
+        tensors = {name: _read(file, name, live.get(name), device, reads) for name in file.entries}
+        reads.run()
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if missing:
         held = {name for group in shared_names(live) if not tensors.keys().isdisjoint(group) for name in group}
@@ -57,10 +59,10 @@ def load_model(
     return missing, unexpected
 
 
-def _read(file: SafeFile, name: str, live: Any, device: Any) -> torch.Tensor:
+def _read(file: SafeFile, name: str, live: Any, device: Any, reads: Reads) -> torch.Tensor:
     entry = file.entries[name]
     if is_plain(live) and live.dtype == entry.dtype and live.shape == entry.shape:
-        file.read_into(name, live)
+        file.read_into(name, live, reads)
         # What torch copies from and what it copies to is then the same memory: it does nothing.
         return live
     return file.read(name).to(device)

@@ -15,6 +15,7 @@ import torch
 
 from hasten.weights.dtypes import DTYPES
 from hasten.weights.memory import bytes_of
+from hasten.weights.reads import Reads, read_at
 
 _LONGEST_HEADER = 100 << 20  # as the format's own library has it
 
@@ -64,11 +65,14 @@ class SafeFile:
         self._fill(tensor, entry)
         return tensor
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Read a tensor into the memory of a contiguous CPU tensor of its type and shape."""
+    def read_into(self, name: str, target: torch.Tensor, reads: Reads | None = None) -> None:
+        """Read a tensor into the memory of a contiguous CPU tensor of its type and shape; later, with `reads`."""
         entry = self.entries[name]
         assert (target.dtype, target.shape) == (entry.dtype, entry.shape), name
-        self._fill(target, entry)
+        if reads is None:
+            self._fill(target, entry)
+        else:
+            reads.add(self.path, entry.start, target)
 
     def read_part(
         self, name: str, starts: Sequence[int], sizes: Sequence[int], into: torch.Tensor | None = None
@@ -98,12 +102,7 @@ class SafeFile:
             self._read_at(entry.start, memoryview(bytes_of(target)))
 
     def _read_at(self, start: int, view: memoryview) -> None:
-        self._file.seek(start)
-        while len(view):
-            count = self._file.readinto(view)  # type: ignore[attr-defined]
-            if not count:
-                raise RuntimeError(f"{self.path} ends too early: it is damaged.")
-            view = view[count:]
+        read_at(self._file, start, view)
 
     def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size

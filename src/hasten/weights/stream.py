@@ -54,11 +54,13 @@ class Stream:
         workers: the background threads.
         holding: the object whose tensors are being written. It is kept until `written` is done, and its tensors' memory is
             checksummed in place; anything else is copied first. Nothing in it may change until then.
+        lean: let go of each tensor as soon as it is written, at the price of waiting for its checksum.
     """
 
-    def __init__(self, path: Path, workers: Workers, holding: Any = None) -> None:
+    def __init__(self, path: Path, workers: Workers, holding: Any = None, lean: bool = False) -> None:
         self._workers = workers
         self._holding = holding
+        self._lean = lean
         self._held = sorted(_host_memory(holding))
         self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in __exit__ or by the syncing thread
         self._small = bytearray()  # short pieces that are not in the file yet
@@ -107,6 +109,10 @@ class Stream:
         else:
             self._append_small()
             self._append(view, steady=True)
+            if self._lean:
+                self._parts = [bytes(part) for part in self._parts]  # less than a block
+                for future in self._sums[-_AHEAD:]:
+                    future.result()
 
     def close(self) -> None:
         """Close the file as it is."""

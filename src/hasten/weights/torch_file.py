@@ -7,7 +7,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hasten.weights.memory import bytes_of, fits, is_plain
+from hasten.weights.reads import Reads
 
 
 def read_torch(path: Any, map_location: Any = None, **options: Any) -> Any:
@@ -66,16 +67,47 @@ def read_torch_into(path: Path, target: Any, **options: Any) -> Any:
         return read_torch(path, "cpu", **options)
     # Mapping the file gives tensors whose values have not been read yet.
     mapped = read_torch(path, "cpu", mmap=True, **options)
-    with open(path, "rb", buffering=0) as file:
-        return _Move(file, _start_of_mapping(path, mapped)).move(mapped, target)
+    move = _Move(path, _start_of_mapping(path, mapped))
+    moved = move.move(mapped, target)
+    move.reads.run()
+    return moved
+
+
+class LazyTorch:
+    """A file of `torch.save`, whose tensors are read when they are wanted.
+
+    Args:
+        path: the file.
+        options: as in `read_torch`.
+    """
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self._path = path
+        # Mapping the file gives tensors whose values have not been read yet.
+        self.content = read_torch(path, "cpu", mmap=_can_be_mapped(path), **options)
+        self._start = _start_of_mapping(path, self.content) if _can_be_mapped(path) else None
+
+    def read(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy the values of tensors of `content`, each into memory of its shape; straight from the file where that is possible."""
+        straight = _Move(self._path, self._start)
+        for tensor, target in pairs:
+            if fits(target, tensor):
+                straight.move(tensor, target)
+                continue
+            single = _Move(self._path, self._start)
+            found = single.move(tensor, None)
+            single.reads.run()
+            target.copy_(found)
+        straight.reads.run()
 
 
 class _Move:
     """Moves the tensors of a mapped file into memory, by reading from the file where their place in it is known."""
 
-    def __init__(self, file: Any, start: int | None) -> None:
-        self._file = file
+    def __init__(self, path: Path, start: int | None) -> None:
+        self._path = path
         self._start = start
+        self.reads = Reads()
 
     def move(self, source: Any, target: Any) -> Any:
         if isinstance(source, torch.Tensor):
@@ -98,13 +130,7 @@ class _Move:
         if self._start is None:
             bytes_of(place)[:] = bytes_of(source)
             return place
-        view = memoryview(bytes_of(place))
-        self._file.seek(source.data_ptr() - self._start)
-        while len(view):
-            count = self._file.readinto(view)
-            if not count:
-                raise RuntimeError(f"{self._file.name} ends too early: it is damaged.")
-            view = view[count:]
+        self.reads.add(self._path, source.data_ptr() - self._start, place)
         return place
 
 

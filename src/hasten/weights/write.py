@@ -22,10 +22,15 @@ class FolderWriter:
     """Writes files into a folder. As a context: at its end every file is complete and on the disk.
 
     On an error the files are left as they are. The objects that are written must not change before the end of the context.
+
+    Args:
+        folder: the folder.
+        lean: keep no more than one tensor in memory at a time, where they are read one by one; it takes a little longer.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, lean: bool = False) -> None:
         self.folder = folder
+        self._lean = lean
         self.written: dict[str, Written] = {}
         self._workers = Workers()
         self._pending: dict[str, Future[Written]] = {}
@@ -56,7 +61,7 @@ class FolderWriter:
     @contextmanager
     def stream(self, name: str, holding: Any = None) -> Iterator[Stream]:
         """A new file to write to; see `Stream`."""
-        with Stream(self.folder / name, self._workers, holding) as stream:
+        with Stream(self.folder / name, self._workers, holding, self._lean) as stream:
             self._streams.append(stream)
             yield stream
         self._pending[name] = stream.written
