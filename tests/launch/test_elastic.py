@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hasten.launch.elastic import distributed_command
+from hasten.launch.elastic import _variables, distributed_command
 from hasten.launch.machine import Machine
 from hasten.launch.spec import plan
 from hasten.settings.resolve import resolve
@@ -18,9 +18,7 @@ TWO = {"num_machines": 2, "main_process_ip": "host", "main_process_port": 4000, 
 def command(script=sys.executable, arguments=("x",), **flags) -> list[str]:
     settings = resolve(NAMES, flags={"use_cpu": True, **flags}, environ={})
     words = distributed_command(plan(settings, script, arguments, Machine(cores=4), {}))
-    several = "hasten" in words[2]
-    assert words[:3] == [sys.executable, "-m", "hasten.world.agent" if several else "torch.distributed.run"]
-    assert several == any(word.startswith("--rdzv_backend=hasten-") for word in words)
+    assert words[:3] == [sys.executable, "-m", "hasten.world.agent"]
     return words[3:]
 
 
@@ -71,6 +69,14 @@ def test_programs_and_modules():
     assert command(max_restarts=1, as_accelerate=True)[-4:] == ["-m", "hasten.shadow", sys.executable, "x"]
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(10.0, None), (90.5, "91")])
+def test_torch_gives_the_processes_the_grace_period_too(seconds, expected):
+    flags = {"use_cpu": True, "max_restarts": 1, "grace_period": seconds}
+    settings = resolve(NAMES, flags=flags, environ={})
+    spec = plan(settings, sys.executable, ("x",), Machine(cores=4), {})
+    assert _variables(spec, None).get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == expected
+
+
 @pytest.fixture(scope="module")
 def shared_jobs(tmp_path_factory):
     jobs = Jobs(tmp_path_factory.mktemp("elastic"))
@@ -89,6 +95,18 @@ sys.exit(attempt == "0")
     done = shared_jobs.run("--cpu", "--max_restarts", "1", "--mixed_precision", "bf16", script, "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"attempt {i} rank 0 bf16 ['--num_processes', '2']" for i in (0, 1)]
+
+
+def test_the_exit_code_of_a_process_is_the_jobs(shared_jobs):
+    done = shared_jobs.run("--cpu", "--rdzv_backend", "c10d", shared_jobs.script("raise SystemExit(7)", "seven.py"))
+    assert done.returncode == 7
+
+
+def test_processes_that_have_saved_are_not_started_again_here(shared_jobs):
+    text = "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\nraise SystemExit(75)"
+    done = shared_jobs.run("--cpu", "--max_restarts", "3", shared_jobs.script(text, "saved.py"))
+    assert (done.returncode, done.stdout) == (75, "0\n")
+    assert "failed with" not in done.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

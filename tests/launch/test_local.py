@@ -262,6 +262,37 @@ time.sleep(300)
 
 
 @posix
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_what_the_script_may_use_is_passed_on_and_ends_nothing(jobs, name):
+    text = f"""
+import os, signal, time
+heard = []
+signal.signal(signal.{name}, lambda *_: heard.append(1))
+rank = os.environ["RANK"]
+open(f"up-{{rank}}", "w").write("\\n")
+while not heard:
+    time.sleep(0.01)
+open(f"heard-{{rank}}", "w").write("\\n")
+while not os.path.exists("end"):
+    time.sleep(0.01)
+"""
+    job = jobs.start("--cpu", "--num_processes", "2", "--grace_period", "0", jobs.script(text))
+    jobs.wait_for_files("up-*", 2)
+    job.send_signal(getattr(signal, name))
+    jobs.wait_for_files("heard-*", 2)
+    (jobs.folder / "end").touch()
+    out, err = job.communicate(timeout=LIMIT)
+    assert (job.returncode, out, err) == (0, "", "")
+
+
+def test_after_a_rank_that_has_saved_the_others_have_the_grace_period(jobs):
+    text = "import os, sys, time\ntime.sleep(2 * int(os.environ['RANK']))\nprint('saved', flush=True)\nsys.exit(75)"
+    done = jobs.run("--cpu", "--num_processes", "2", jobs.script(text))
+    assert (done.returncode, done.stdout) == (75, "saved\n" * 2)
+    assert done.stderr == "hasten: the job has saved and can be started again (exit code 75)\n"
+
+
+@posix
 def test_stop_and_continue_reach_the_processes(jobs):
     job = jobs.start("--cpu", "--num_processes", "2", jobs.script(FAMILY))
     pids = jobs.pids(2)

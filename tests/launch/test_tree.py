@@ -100,3 +100,16 @@ def test_the_guard_acts_if_the_launcher_dies_without_a_word(start, words, ended)
     said = f"+{marked.pid}\n+{member.pid}\n-{marked.pid}\n{words}"
     subprocess.run([sys.executable, "-I", tree.__file__, f"guarded{words[:1]}"], input=said, text=True, timeout=LIMIT)
     assert (living([marked.pid, member.pid]) == []) == ended
+
+
+def test_a_signal_for_children_spares_their_parent_and_their_children(start):
+    sleep = [sys.executable, "-c", SLEEP]
+    code = f"import subprocess; c = subprocess.Popen({sleep!r}); print(c.pid, flush=True); print(c.wait(), flush=True); {SLEEP}"
+    process = start(code)
+    child = int(process.stdout.readline())
+    tree.signal_children(process.pid, signal.SIGUSR1)
+    assert int(process.stdout.readline()) == -signal.SIGUSR1
+    assert living([child, process.pid]) == [process.pid]
+    process.kill()
+    process.wait(LIMIT)
+    tree.signal_children(process.pid, signal.SIGUSR1)  # nobody is there any more

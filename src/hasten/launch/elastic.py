@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # Settings that torch.distributed.run takes under their own names.
 _PASSED = ("rdzv_id", "max_restarts", "monitor_interval", "tee", "log_dir", "role")
 _BUILT_IN = ("static", "c10d")  # rendezvous that need no server besides
+_TORCH_GRACE = 30  # seconds that torch.distributed.run gives its processes to end
 PATIENCE = 30.0  # seconds before the user is told that machines are missing
 
 
@@ -124,6 +126,8 @@ def _variables(spec: LaunchSpec, route: Route | None) -> dict[str, str]:
     if _starts_again(spec):
         # else processes that have been started again find the addresses of the ended ones in the store, and wait for them
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if spec.value("grace_period") > _TORCH_GRACE:
+        wanted["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(spec.value("grace_period")))
     return {name: text for name, text in wanted.items() if environment.raw(name) is None}
 
 
@@ -155,8 +159,7 @@ def distributed_command(spec: LaunchSpec, route: Route | None = None, hosts: boo
     flags = [f"--{name}={text}" for name, text in options.items()]
     if spec.value("no_python"):
         flags.append("--no_python")
-    agent = "hasten.world.agent" if _is_watched(spec) else "torch.distributed.run"
-    return [sys.executable, "-m", agent, *flags, *spec.program]
+    return [sys.executable, "-m", "hasten.world.agent", *flags, *spec.program]
 
 
 def _is_watched(spec: LaunchSpec) -> bool:

@@ -16,6 +16,7 @@ from hasten.launch.ports import take_port
 from hasten.launch.spec import DISTRIBUTED, LOCAL, LOCALHOST, REPLACE, LaunchSpec
 from hasten.launch.worker import Worker
 from hasten.settings import environment
+from hasten.settings.preemption import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ LAST_SETTLE = 3.0  # as many more if all of them only miss another one, which ha
 FAILURE_GRACE = 5.0  # seconds for the other ranks to finish after one has failed; they cannot go on without it
 _STDOUT = 1
 _KILLED = 5.0  # seconds for the kernel to end what was killed
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK", "SIGUSR1", "SIGUSR2")
+_PASSED_ON = {getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
 _OF_A_RUN = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")  # torchrun's, if it has started us
 
 
@@ -65,7 +68,8 @@ def supervise(spec: LaunchSpec, processes: Sequence[tuple[int | None, list[str],
     """Run processes (rank, command, added variables) until all have ended; return the exit code for the shell.
 
     When one fails, the others are stopped and the first failure is reported. Signals to this process are forwarded; after
-    `grace_period`, or at the second signal, what is left is killed, with all that it has started.
+    `grace_period`, or at the second signal, what is left is killed, with all that it has started. SIGUSR1 and SIGUSR2 are passed on
+    and mean what the processes make of them.
     """
     inherited = {
         name: text
@@ -127,9 +131,18 @@ class _Job:
             if not event.lingers:
                 self.guard.tell(f"-{event.process.pid}")
             if event.failed and self._deadline == float("inf"):
-                self._at(SETTLE, self._stop_others)
+                # One that has saved before its machine is taken away ends no sooner than the others have, too.
+                saved = event.process.returncode == PREEMPTED
+                self._at(self.spec.value("grace_period") if saved else SETTLE, self._stop_others)
 
     def _on_signal(self, signum: int) -> None:
+        if signum in _PASSED_ON:
+            for worker in self.workers:
+                if self.spec.engine == DISTRIBUTED:
+                    tree.signal_children(worker.process.pid, signum)
+                else:
+                    worker.send(signum)
+            return
         if self._deadline != float("inf"):  # they are being stopped already: because of a failure, or a signal
             self._kill()
             return
@@ -182,11 +195,14 @@ class _Job:
         if self.signal is not None:
             chosen = [worker.process.returncode for worker in failed if worker.process.returncode > 0]
             unwilling = any(worker.process.returncode != 0 for worker in self.workers)
-            if chosen and self.spec.engine != DISTRIBUTED:  # torch.distributed.run says 1 whatever its processes chose
+            if chosen:
                 return chosen[0]
             return 128 + self.signal if unwilling else 0
         if not failed:
             return 0
+        if all(worker.process.returncode == PREEMPTED for worker in failed):
+            say(self.spec, f"the job has saved and can be started again (exit code {PREEMPTED})")
+            return PREEMPTED
         failures = [worker.failure() for worker in failed]
         # One that leaves without a traceback ends after those that miss it: leaving takes an interpreter its time.
         first, *others = sorted(failures, key=lambda failure: report.is_consequence(failure.stderr))
@@ -244,7 +260,7 @@ def _signals(job: _Job) -> Iterator[None]:
         for worker in job.workers:
             worker.pause(signal.SIGCONT)
 
-    handlers: dict[str, Any] = dict.fromkeys(("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK"), forward)
+    handlers: dict[str, Any] = dict.fromkeys(_FORWARDED, forward)
     handlers |= {"SIGWINCH": resize, "SIGTSTP": pause}
     previous: dict[int, Any] = {}
     for name, handler in handlers.items():

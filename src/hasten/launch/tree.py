@@ -95,9 +95,21 @@ def end_descendants(roots: list[int], grace: float) -> None:
         _send(process, KILL)
 
 
+def signal_children(pid: int, signum: int) -> None:
+    """Send a signal to the processes that a process has started itself."""
+    import psutil
+
+    try:
+        children = psutil.Process(pid).children()
+    except psutil.Error:  # it has ended
+        return
+    for child in children:
+        _send(child, signum)
+
+
 def guard() -> None:
     """Wait for the launcher's last word, and end its processes if it dies without one."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     leaders: set[int] = set()

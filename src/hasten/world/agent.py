@@ -1,4 +1,4 @@
-"""torch.distributed.run for jobs of several machines, which hear of each other's end.
+"""torch.distributed.run, with the exit codes of its processes; jobs of several machines hear of each other's end.
 
 Run as `python -m hasten.world.agent`, with the options of torch.distributed.run. With torch's own agents, the processes of a
 machine learn of a failure elsewhere only when they next communicate; if a process has failed before it had joined the
@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError, run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -27,6 +27,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
+
+from hasten.settings.preemption import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,8 +170,14 @@ def main() -> None:
 
     for name in BACKENDS.values():
         rendezvous_handler_registry.register(name, make)
+    codes = _exit_codes()
+    _outlive_signals_of_processes()
     try:
         run.main()
+    except Preempted:
+        for rendezvous in made:
+            rendezvous.tell(f"the processes on {socket.gethostname()} have saved and left", stopped=True)
+        raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(error, file=sys.stderr, flush=True)
@@ -182,7 +190,36 @@ def main() -> None:
     except SignalException as error:
         name = signal.Signals(error.sigval).name
         _part(made, f"{socket.gethostname()} was stopped by {name}", stopped=True)
-        raise SystemExit(128 + error.sigval) from None
+        raise SystemExit(next((code for code in codes if code > 0), 128 + error.sigval)) from None
+
+
+class Preempted(SystemExit):
+    """The processes have saved and left, to be started again elsewhere: not here, whatever `max_restarts` says."""
+
+
+def _exit_codes() -> list[int]:
+    """A list that from now on holds the exit codes of the processes that ended last.
+
+    torch keeps them to itself where a signal has ended the job.
+    """
+    codes: list[int] = []
+    close = SubprocessContext.close
+
+    def closing(self: SubprocessContext, *arguments: Any, **options: Any) -> None:
+        close(self, *arguments, **options)
+        codes[:] = [handler.proc.returncode or 0 for handler in self.subprocess_handlers.values()]
+        if PREEMPTED in codes:
+            raise Preempted(PREEMPTED)
+
+    SubprocessContext.close = closing  # type: ignore[assignment, method-assign]
+    return codes
+
+
+def _outlive_signals_of_processes() -> None:
+    """Survive what the launcher passes on to the processes. They would inherit it if the signals were ignored here."""
+    for name in ("SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_: None)
 
 
 def _part(made: list[Rendezvous], text: str, stopped: bool = False) -> None:
