@@ -214,6 +214,67 @@ def sharded(library: str) -> dict[str, float]:
     return {"sharded_save": saving.ratio, "sharded_load": loading.ratio, "busiest_2": busiest}
 
 
+class Copies:
+    """Saves in the background, and copies of the same tensors in memory."""
+
+    def __init__(self, accelerator: Any, tensors: list[torch.Tensor], folder: Path) -> None:
+        self._accelerator, self._tensors, self._folder = accelerator, tensors, folder
+        self._kept: Any = None
+
+    def copy(self) -> None:
+        self._kept = [tensor.clone() for tensor in self._tensors]
+
+    def begin(self) -> None:
+        if self._accelerator is None:
+            self.copy()
+        else:
+            self._kept = self._accelerator.save_state(str(self._folder), blocking=False)
+
+    def settle(self) -> None:
+        """Wait for what is under way, outside of what is measured."""
+        if hasattr(self._kept, "result"):
+            self._kept.result()
+        self._kept = None
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def background(library: str) -> dict[str, float]:
+    """How long save_state(blocking=False) blocks, over copying the tensors in memory; 1 process, whole models."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    optimizer = bare = torch.optim.AdamW(model.parameters())
+    accelerator = None
+    if library != RAW:
+        accelerator = importlib.import_module(library).Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = [each.detach() for each in model.parameters()]
+    tensors += [bare.state[each][name] for each in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DISK")) as place:
+        copies = Copies(accelerator, tensors, Path(place) / "state")
+        turns = take_turns(copies.copy, copies.begin, TURNS, before=copies.settle)
+        copies.settle()
+    return {"blocked": turns.ratio, "blocked_s": turns.library_s}
+
+
+def background2(library: str) -> dict[str, float]:
+    """The same on 2 ranks, sharded."""
+    state = Divided(library, Path())
+    place = _shared_place()
+    try:
+        copies = Copies(state.accelerator, state.tensors(), place / "state")
+        turns = take_turns(copies.copy, copies.begin, TURNS, before=copies.settle)
+        copies.settle()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+    return {"blocked_2": turns.ratio}
+
+
 def sharded4(library: str) -> dict[str, float]:
     """Bytes on 4 ranks."""
     state = Divided(library, Path())
@@ -244,8 +305,19 @@ BENCHMARK = Benchmark(
         Figure("sharded, 2 ranks: load_state over reading the shares", "sharded_load", 1.2),
         Figure("sharded, 2 ranks: bytes of the busiest rank over its share", "busiest_2", 1.05, 3),
         Figure("sharded, 4 ranks: bytes of the busiest rank over its share", "busiest_4", 1.05, 3),
+        Figure("save_state(blocking=False) until it returns over copying in memory", "blocked", 1.2),
+        Figure("save_state(blocking=False) until it returns, s", "blocked_s", None, 3),
+        Figure(
+            "sharded, 2 ranks: save_state(blocking=False) until it returns over copying the shares", "blocked_2", 1.2
+        ),
     ],
-    [Part("checkpoint", measure), Part("sharded", sharded, ranks=2), Part("sharded4", sharded4, ranks=4)],
+    [
+        Part("checkpoint", measure),
+        Part("sharded", sharded, ranks=2),
+        Part("sharded4", sharded4, ranks=4),
+        Part("background", background),
+        Part("background2", background2, ranks=2),
+    ],
 )
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hasten.builder import check_kinds, choose_project, open_session, refuse_unbuilt
+from hasten.builder import check_kinds, choose_project, open_session, refuse_unbuilt, watch_signals
 from hasten.settings.accumulation import GradientAccumulationPlugin
 from hasten.settings.dataloading import DataLoaderConfiguration
 from hasten.settings.enums import DistributedType, FP8BackendType
@@ -20,7 +20,6 @@ from hasten.training.accumulation import GradientState, Window
 if TYPE_CHECKING:
     import os
     from collections import OrderedDict
-    from pathlib import Path
 
     from hasten.settings.handlers import AutocastKwargs
     from hasten.state.accelerator import AcceleratorState
@@ -112,6 +111,7 @@ class Accelerator(ProcessView):
             world=world,
             ranks=ranks,
         )
+        self._session.preemption = watch_signals(self._session, self.project_configuration)
         self.state: AcceleratorState = self._session.state
         self.gradient_state: GradientState = self._session.gradients
         self.rng_types = self._session.rng_types
@@ -477,6 +477,24 @@ class Accelerator(ProcessView):
         self.flag_tensor = None
         return self._session.any_rank(raised)
 
+    def check_preemption(self) -> bool:
+        """Whether a signal of `ProjectConfiguration.save_on_signal` has come to any process, the same on all of them.
+
+        Call it on all processes, at the same places: it is a small exchange. From the first call on nothing is saved by itself:
+        it is you who saves and leaves.
+
+        Raises:
+            ValueError: no signals are configured.
+
+        Example:
+            >>> for step in range(steps):
+            ...     train(step)
+            ...     if step % 50 == 0 and accelerator.check_preemption():
+            ...         accelerator.save_state()
+            ...         raise SystemExit(75)
+        """
+        return self._session.check_preemption()
+
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[Any]:
         """Train although processes have different numbers of batches: those that have none left take part in the exchange only.
 
@@ -662,8 +680,10 @@ class Accelerator(ProcessView):
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Any:
         """Write everything that is needed to continue; a crash at any moment leaves the previous checkpoint intact.
 
         Call it on every process. It holds the models, optimizers, schedulers, scaler, random states, positions in the
@@ -672,14 +692,21 @@ class Accelerator(ProcessView):
         Args:
             output_dir: the folder; ignored under automatic checkpoint naming.
             safe_serialization: write models as safetensors.
-            save_model_func_kwargs: for sharded models, `use_dcp=False` writes one file of each process.
+            blocking: False copies everything into the memory of the host, returns, and writes it in the background. One save is
+                under way at a time: the next one waits for it. What goes wrong is raised by `result()` of what is returned, or by
+                the next `save_state`, `load_state` or `end_training`.
+            save_model_func_kwargs: for sharded models, `use_dcp=False` writes one file of each process, and `use_dcp=True` folders of
+                shards; by default what `sharded_save` of the plugin says.
+
+        Returns:
+            The folder (a `Path`). With `blocking=False` the save, with `path`, `done()` and `result(timeout=None)`.
 
         Raises:
             ValueError: no folder is given and checkpoints are not named automatically, or the folder's number exists already.
         """
         from hasten import saving
 
-        options = {"safe_serialization": safe_serialization, **save_model_func_kwargs}
+        options = {"safe_serialization": safe_serialization, "blocking": blocking, **save_model_func_kwargs}
         return saving.save_state(self._session, self.project_configuration, output_dir, options)
 
     def load_state(
@@ -796,8 +823,20 @@ class Accelerator(ProcessView):
     # -- end ---------------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """End the process group; call it last. A script that does not call it ends as cleanly."""
-        self.state.destroy_process_group()
+        """Wait for a save in the background, and end the process group; call it last. A script that does not ends as cleanly.
+
+        Raises:
+            OSError, RuntimeError: the save in the background has failed. The process group has ended all the same.
+        """
+        if self._session.preemption is not None:
+            self._session.preemption.close()
+        try:
+            if self._session.saving is not None:
+                from hasten import saving
+
+                saving.settle(self._session)
+        finally:
+            self.state.destroy_process_group()
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget every prepared object and give memory back; assign the result to your own names: `a, b = free_memory(a, b)`."""

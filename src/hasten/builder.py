@@ -27,6 +27,7 @@ from hasten.world.process import World
 
 if TYPE_CHECKING:
     from hasten.protocols import Engine
+    from hasten.training.preemption import Preemption
 
 # The attribute of the Accelerator under which each kind of handler is found.
 HANDLERS: dict[str, type[KwargsHandler]] = {
@@ -271,6 +272,27 @@ def check_outputs(handler: Any, precision: str) -> None:
             f"AutocastKwargs(output_dtype={handler.output_dtype!r}) needs mixed precision: with mixed_precision='no' a model "
             "returns what it computes. Choose 'bf16' or 'fp16', or leave it out."
         )
+
+
+def watch_signals(session: Session, project: ProjectConfiguration) -> Preemption | None:
+    """Wait for the signals that announce the end of a machine, if that is asked for.
+
+    Raises:
+        ValueError: there is no folder to save to.
+    """
+    if not project.save_on_signal:
+        return None
+    if project.project_dir is None:
+        raise ValueError(
+            f"ProjectConfiguration(save_on_signal={project.save_on_signal!r}) needs the folder of the run to save to: pass "
+            "`project_dir` to Accelerator or ProjectConfiguration."
+        )
+    from hasten import saving
+    from hasten.training.preemption import Preemption
+
+    return Preemption(
+        project.save_on_signal, session.world, session.gradients, lambda: saving.save_preempted(session, project)
+    )
 
 
 def open_session(

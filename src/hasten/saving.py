@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.checkpoint import files, model, retention, state
+from hasten.checkpoint import files, model, retention, sidecar, state, store
 from hasten.checkpoint.state import Contents
 from hasten.collectives.objects import broadcast_object_list, gather_object
+from hasten.collectives.together import together
 from hasten.weights import empty
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import Saving
     from hasten.session import Session
     from hasten.settings.project import ProjectConfiguration
 
@@ -22,6 +25,7 @@ logger = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
 
 LATEST = "latest"
+PREEMPTED = "preempted"  # the folder of checkpoints that a signal asked for, where none are named automatically
 
 
 def contents_of(session: Session) -> Contents:
@@ -44,12 +48,14 @@ def contents_of(session: Session) -> Contents:
 
 def save_state(
     session: Session, project: ProjectConfiguration, output_dir: PathLike | None, options: dict[str, Any]
-) -> Path:
+) -> Path | Saving:
     """Write a checkpoint; see `Accelerator.save_state`.
 
     Raises:
+        OSError, RuntimeError: the save before, in the background, has failed.
         ValueError: no folder is given and checkpoints are not named automatically.
     """
+    settle(session)
     if not session.gradients.sync_gradients:
         logger.warning(
             "save_state() in the middle of an accumulation window: the gradients of its micro-batches so far are not part of a "
@@ -69,20 +75,48 @@ def save_state(
                 "save_state() needs a folder: pass `output_dir`, or let checkpoints be named automatically with "
                 "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
             )
-        folder = state.save(Path(output_dir).expanduser(), contents_of(session), session.world, **more)
+        saved = state.save(Path(output_dir).expanduser(), contents_of(session), session.world, **more)
         project.iteration += 1
-        return folder
+        return _noted(session, saved)
     if output_dir is not None:
         logger.warning(
             "save_state(%r): under automatic checkpoint naming the folder is not used; this one is numbered in %s.",
             str(output_dir),
             retention.folder_of_all(_project_dir(project)),
         )
-    folder = retention.save_numbered(
-        _project_dir(project), project.iteration, project.total_limit, contents_of(session), session.world, **more
-    )
-    project.iteration = retention.number_of(folder) + 1
-    return folder
+    try:
+        saved = retention.save_numbered(
+            _project_dir(project), project.iteration, project.total_limit, contents_of(session), session.world, **more
+        )
+    except OSError:
+        if getattr(more.get("form"), "is_silent", False):
+            project.iteration += 1  # the others have not heard of it, and go on to the next number
+        raise
+    project.iteration = retention.number_of(saved if isinstance(saved, Path) else saved.path) + 1
+    return _noted(session, saved)
+
+
+def _noted(session: Session, saved: Path | Saving) -> Path | Saving:
+    if not isinstance(saved, Path):
+        session.saving = saved
+    return saved
+
+
+def save_preempted(session: Session, project: ProjectConfiguration) -> Path | Saving:
+    """Write a checkpoint because a signal has come; see `ProjectConfiguration.save_on_signal`."""
+    try:
+        settle(session)
+    except (OSError, RuntimeError) as error:  # there is no time to lose: this save may go well
+        logger.warning("The save before this one, in the background, has failed: %s", error)
+    folder = None if project.automatic_checkpoint_naming else _project_dir(project) / PREEMPTED
+    return save_state(session, project, folder, {"safe_serialization": True})
+
+
+def settle(session: Session) -> None:
+    """Wait for the save in the background, if there is one, and raise what went wrong unless that has been told."""
+    saving, session.saving = session.saving, None
+    if saving is not None:
+        saving.settle()
 
 
 def _form(session: Session, options: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +127,13 @@ def _form(session: Session, options: dict[str, Any]) -> dict[str, Any]:
     """
     use_dcp = options.pop("use_dcp", None)
     if session.engine.divides_state:
-        from hasten.checkpoint.sharded import form_of
+        from hasten.checkpoint.sharded import Form, form_of
 
-        return {"form": form_of(session.state.fsdp_plugin.state_dict_type, use_dcp is not False)}
+        plugin = session.state.fsdp_plugin
+        form = form_of(plugin.state_dict_type, plugin.uses_dcp if use_dcp is None else use_dcp)
+        if form is not Form.RANKS and session.engine.before_save is not None:
+            session.engine.before_save()
+        return {"form": form}
     if use_dcp is not None:
         raise ValueError("`use_dcp` says how sharded models are saved, but these are not sharded: leave it out.")
     return {"model_state": session.engine.model_state_dict}
@@ -116,23 +154,32 @@ def load_state(
         RuntimeError: it is damaged.
         ValueError: there is no such checkpoint, or none is named.
     """
+    settle(session)
     folder = _choose(session, project, input_dir, checksums, fallback)
     if not session.gradients.sync_gradients:  # the window that is left behind must not add to the one that comes
         for optimizer in session.optimizers:
             optimizer.optimizer.zero_grad()
     _repeat_exchange_orders(session, folder)
-    found = state.load(
-        folder,
-        contents_of(session),
-        session.world,
-        hooks=list(session.load_hooks.values()),
-        load_kwargs=load_kwargs,
-        **{"map_location": _default_location(session), **model_kwargs},
-    )
-    session.gradients.step = found.get("step", session.gradients.step)
-    if project.automatic_checkpoint_naming:
-        # Whatever checkpoint was loaded, the next one must not run into one that is there.
-        project.iteration = retention.next_iteration(retention.folder_of_all(_project_dir(project)))
+
+    def restore() -> None:
+        found = state.load(
+            folder,
+            contents_of(session),
+            session.world,
+            hooks=list(session.load_hooks.values()),
+            load_kwargs=load_kwargs,
+            **{"map_location": _default_location(session), **model_kwargs},
+        )
+        session.gradients.step = found.get("step", session.gradients.step)
+        if project.automatic_checkpoint_naming:
+            # Whatever checkpoint was loaded, the next one must not run into one that is there.
+            project.iteration = retention.next_iteration(retention.folder_of_all(_project_dir(project)))
+
+    if sidecar.is_save(folder) and session.engine.divides_state:
+        # Nothing in it waits for others: the error of one is told here, and no one saves before all have seen which number is next.
+        together(session.world, f"{folder} was not loaded", restore)
+    else:
+        restore()
 
 
 def _choose(
@@ -148,11 +195,13 @@ def _choose(
                 f"load_state({str(folder)!r}, fallback=True): which one is before it? Leave the folder out."
             )
         offered = iter([folder])
+        base = folder
     elif project.automatic_checkpoint_naming:
-        offered = retention.complete(retention.folder_of_all(_project_dir(project)))
+        base = retention.folder_of_all(_project_dir(project))
+        offered = retention.complete(base)
     else:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    for folder in offered:
+    for folder in _same_on_all(session, offered, base) if session.engine.divides_state else offered:
         problem = _damage(session, folder) if checksums else None
         if problem is None:
             return folder
@@ -160,6 +209,28 @@ def _choose(
             raise RuntimeError(problem)
         logger.warning("%s Taking the one before.", problem)
     raise AssertionError("whoever offers says that there are no more")
+
+
+def _same_on_all(session: Session, offered: Iterator[Path], base: Path) -> Iterator[Path]:
+    """What the main process is offered, when all are here: before, a checkpoint may wait for files of those that still save.
+
+    Args:
+        session: the session.
+        offered: the checkpoints, as this process sees them.
+        base: a folder that all processes see, which contains them.
+    """
+    session.world.barrier("load_state")
+    while True:
+        told: list[Any] = [None]
+        if session.world.is_main:
+            try:
+                told = [os.path.relpath(store.resolve(next(offered)), base)]
+            except (ValueError, RuntimeError) as error:
+                told = [type(error)(str(error))]
+        broadcast_object_list(told, world=session.world)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        yield base / told[0]
 
 
 def _damage(session: Session, folder: Path) -> str | None:
@@ -174,7 +245,8 @@ def _damage(session: Session, folder: Path) -> str | None:
 
 def _repeat_exchange_orders(session: Session, folder: Path) -> None:
     """Begin with the arrangement of gradients that the saved run had; what this leaves in the models is overwritten next."""
-    if session.world.size <= 2:  # a sum of two does not depend on it
+    # A sum of two does not depend on it, and shards have none.
+    if session.world.size <= 2 or session.engine.divides_state:
         return
     orders: list[Any] = [None]
     if session.world.is_main:

@@ -16,6 +16,7 @@ from hasten.training.accumulation import GradientState, Window
 from hasten.world.context import CONTEXT
 
 if TYPE_CHECKING:
+    from hasten.checkpoint.background import Saving
     from hasten.parallel.plan import Recipe
     from hasten.precision.scaler import LossScaling
     from hasten.settings.accumulation import GradientAccumulationPlugin
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hasten.state.accelerator import AcceleratorState
     from hasten.training.loss import WindowMean
     from hasten.training.optimizer import AcceleratedOptimizer
+    from hasten.training.preemption import Preemption
     from hasten.training.scheduler import AcceleratedScheduler
     from hasten.world.process import World
 
@@ -73,6 +75,7 @@ class Session:
         self.dtype: torch.dtype | None = None
         self.scaling: LossScaling | None = None
         self.mean: WindowMean | None = None
+        self.preemption: Preemption | None = None
         if state.mixed_precision != "no":
             self._set_precision(state.mixed_precision)
         self.models: list[torch.nn.Module] = []
@@ -83,6 +86,7 @@ class Session:
         self.save_hooks: OrderedDict[int, Any] = OrderedDict()
         self.load_hooks: OrderedDict[int, Any] = OrderedDict()
         self.recipes: dict[int, tuple[Recipe, list[str]]] = {}
+        self.saving: Saving | None = None  # in the background
 
     def _set_precision(self, precision: str) -> None:
         from hasten.precision import autocast
@@ -291,6 +295,8 @@ class Session:
 
     def backward(self, loss: torch.Tensor, weight: Any, arguments: dict[str, Any]) -> None:
         """The backward pass of one micro-batch."""
+        if self.preemption is not None:
+            self.preemption.before_backward()
         settings = self.gradients.plugin_kwargs
         mean = self._window_mean(weight) if weight is not None or "scale" in settings else None
         if mean is not None:
@@ -373,7 +379,9 @@ class Session:
         if self.world.group is None:
             yield
             return
-        with self._evened(even_batches), nullcontext() if even_batches else self._join(joinables):
+        uneven = nullcontext() if even_batches else self._join(joinables)
+        preemption = None if even_batches else self.preemption
+        with self._evened(even_batches), preemption.paused() if preemption else nullcontext(), uneven:
             yield
 
     @contextmanager
@@ -424,6 +432,15 @@ class Session:
                 "could not tell its weight. Use even_batches=True, or weights of 0 for what is repeated."
             )
         return Join(joinables)
+
+    def check_preemption(self) -> bool:
+        """Whether a signal has come to any process; see `Accelerator.check_preemption`."""
+        if self.preemption is None:
+            raise ValueError(
+                "check_preemption() answers for signals that were named: Accelerator(project_config=ProjectConfiguration("
+                'project_dir=..., save_on_signal=("SIGTERM", "SIGUSR1"))).'
+            )
+        return self.preemption.check()
 
     def without_context_parallelism(self) -> AbstractContextManager[Any]:
         """A context that splits nothing, with one warning."""

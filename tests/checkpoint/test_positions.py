@@ -10,7 +10,7 @@ from tests.checkpoint.objects import Loader
 
 def write(folder, loaders, rank=0):
     with FolderWriter(folder) as writer:
-        positions.write(writer, loaders, rank)
+        positions.write(writer, positions.states(loaders), rank)
 
 
 def test_names():

@@ -18,7 +18,7 @@ ALONE = World()
 
 def write(folder: Path, rank: int = 0, step: int = 0, world: World = ALONE) -> None:
     with FolderWriter(folder) as writer:
-        random_states.write(writer, rank, step, world)
+        random_states.write(writer, rank, random_states.states(step, world))
 
 
 def test_all_generators_come_back(tmp_path):

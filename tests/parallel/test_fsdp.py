@@ -47,9 +47,20 @@ def test_defaults(monkeypatch):
     found = FullyShardedDataParallelPlugin()
     assert (found.fsdp_version, found.sharding_strategy, found.reshard_after_forward) == (2, None, True)
     assert found.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    assert (found.sharded_save, found.uses_dcp) == ("dcp", True)
     assert type(found.cpu_offload) is OffloadPolicy
     assert found.mixed_precision_policy is found.auto_wrap_policy is found.ignored_modules is None
     assert found.choose(Language()) is None
+
+
+def test_how_shards_are_saved(monkeypatch):
+    assert plugin(sharded_save="PER_RANK").sharded_save == "per_rank"
+    monkeypatch.setenv("FSDP_SHARDED_SAVE", "per_rank")
+    found = plugin()
+    assert (found.sharded_save, found.uses_dcp) == ("per_rank", False)
+    assert plugin(sharded_save="dcp").uses_dcp
+    found.set_state_dict_type("FULL_STATE_DICT")  # for a last save
+    assert found.state_dict_type is StateDictType.FULL_STATE_DICT
 
 
 @pytest.mark.parametrize(
@@ -239,6 +250,8 @@ def test_precisions(given):
         ({"auto_wrap_policy": 3}, "functions of a module"),
         ({"min_num_params": "many"}, "`min_num_params` must be an integer"),
         ({"state_dict_type": "LOCAL_STATE_DICT"}, "SHARDED_STATE_DICT` or `FULL_STATE_DICT"),
+        ({"sharded_save": "per rank"}, "allowed are 'dcp' .* and 'per_rank'"),
+        ({"sharded_save": "per_rank", "state_dict_type": "FULL_STATE_DICT"}, "no effect with FULL_STATE_DICT"),
         ({"mixed_precision_policy": {"param_dtype": "bf16"}}, "Invalid mixed precision policy"),
         ({"mixed_precision_policy": "fp7"}, "Invalid mixed precision policy"),
         ({"activation_checkpointing_offload": True}, "requires `activation_checkpointing=True`"),

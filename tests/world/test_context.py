@@ -88,6 +88,23 @@ def test_reset_forgets_everything_and_keeps_the_identity_of_shared_dictionaries(
     )
 
 
+def test_reset_ends_the_watch_over_loaders():
+    ended = []
+
+    class Watcher:
+        def watched(self, loader: Any, batches: Any) -> Any:
+            return batches
+
+        def close(self) -> None:
+            ended.append(True)
+            CONTEXT.loaders.watcher = None
+
+    CONTEXT.loaders.watcher = Watcher()
+    CONTEXT.reset()
+    assert ended == [True]
+    assert CONTEXT.loaders.watcher is None
+
+
 def test_reset_undoes_exported_variables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KEPT", "before")
     monkeypatch.delenv("NEW", raising=False)

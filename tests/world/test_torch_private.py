@@ -315,3 +315,23 @@ def test_tensors_are_moved_towards_others(dtype):
     towards = [torch.tensor([8.0, 4.0]), torch.tensor(0.0), torch.empty(0)]
     torch_private.move_each(tensors, [tensor.to(dtype) for tensor in towards], 0.25)
     assert [tensor.tolist() for tensor in tensors] == [[2.0, 4.0], 6.0, []]
+
+
+def divided() -> tuple[list[float], list[int], bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+    other = torch_private.with_local(whole, whole.to_local() + 1)
+    return other.full_tensor().tolist(), list(other.shape), other.requires_grad
+
+
+def test_a_dtensor_over_another_local_part():
+    assert run_ranks(divided, 2) == [([1.0, 2.0, 3.0, 4.0, 5.0], [5], False)] * 2
+
+
+def test_whether_a_backward_pass_runs():
+    seen = []
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(lambda gradient: seen.append(torch_private.in_backward()))
+    (tensor * 2).sum().backward()
+    assert seen == [True]
+    assert not torch_private.in_backward()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from hasten.checkpoint.dcp import Place, leaves
 from hasten.checkpoint.sources import Source
 
+_OWNERS = "owners"  # in a state: which process owns a parameter, by name
 # What wrappers put into names: FSDP version 1, its activation checkpointing, and torch.compile.
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -137,14 +138,20 @@ def names_of(optimizer: Any, models: Sequence[torch.nn.Module]) -> list[list[str
     return [[named(each) for each in group] for group in groups]
 
 
-def optimizer_state(optimizer: Any, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
+def optimizer_state(optimizer: Any, models: Sequence[torch.nn.Module], divide: bool = True) -> dict[str, Any]:
     """An optimizer's state and groups, with names in the place of numbers.
+
+    Args:
+        optimizer: the optimizer.
+        models: the models with its parameters.
+        divide: turn whole matrices, each of which one process has, into DTensors, for which all processes must come. Otherwise
+            the state is what this process holds, and beside it is said who owns which parameter.
 
     Raises:
         NotImplementedError: of a divided parameter it holds something that is not divided and no single number.
     """
     names = names_of(optimizer, models)
-    if hasattr(optimizer, "divide_state"):
+    if divide and hasattr(optimizer, "divide_state"):
         optimizer.divide_state()
     packed = optimizer.state_dict()
     by_number = {
@@ -154,10 +161,12 @@ def optimizer_state(optimizer: Any, models: Sequence[torch.nn.Module]) -> dict[s
     }
     parameters = dict(zip(_flat(names), _parameters(optimizer), strict=True))
     state = {by_number.get(number, number): entries for number, entries in packed["state"].items()}
-    for name, entries in state.items():
+    for name, entries in state.items() if divide else ():
         _check_divided(optimizer, name, parameters.get(name), entries)
     groups = [{**group, "params": part} for group, part in zip(packed["param_groups"], names, strict=True)]
-    return {"state": state, "param_groups": groups}
+    owners = {} if divide else getattr(optimizer, "owners", {})
+    owned = {name: owners[each] for name, each in parameters.items() if each in owners}
+    return {"state": state, "param_groups": groups, **({_OWNERS: owned} if owned else {})}
 
 
 def _check_divided(optimizer: Any, name: Any, parameter: Any, entries: Any) -> None:
@@ -182,13 +191,16 @@ def load_optimizer(optimizer: Any, models: Sequence[torch.nn.Module], source: So
     numbers = {name: number for number, name in enumerate(_flat(names))}
     saved = _Saved.read(source.skeleton, names, models, source)
     groups = _match_groups(optimizer, source, names, saved)
-    filling = _Filling(dict(zip(numbers, _parameters(optimizer), strict=True)), getattr(optimizer, "state", {}))
+    parameters = dict(zip(numbers, _parameters(optimizer), strict=True))
+    filling = _Filling(parameters, getattr(optimizer, "state", {}), source.undivided)
     state = {numbers[name]: filling.entries(name, key, spec) for key, name, spec in saved.entries if name in numbers}
     source.fill(filling.targets)
     count = iter(range(len(numbers)))
     for group in groups:
         group["params"] = [next(count) for _ in group["params"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    if owned := source.skeleton.get(_OWNERS):
+        optimizer.give({parameters[name]: owner for name, owner in owned.items() if name in parameters})
 
 
 @dataclass(frozen=True)
@@ -254,6 +266,7 @@ class _Filling:
 
     parameters: Mapping[str, torch.Tensor]
     present: Mapping[Any, Any]
+    undivided: frozenset[Place] = frozenset()
     targets: dict[Place, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, name: str, key: Any, spec: Any) -> Any:
@@ -269,15 +282,16 @@ class _Filling:
             return [self._build(value, None, parameter, (*place, index)) for index, value in enumerate(spec)]
         if not (isinstance(spec, torch.Tensor) and spec.is_meta):
             return spec
-        self.targets[place] = target = there if _is_alike(there, spec, parameter) else _new(spec, parameter)
+        divided = place not in self.undivided and _is_divided(spec, parameter)
+        self.targets[place] = target = there if _is_alike(there, spec, divided) else _new(spec, parameter, divided)
         return target
 
 
-def _is_alike(there: Any, spec: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _is_alike(there: Any, spec: torch.Tensor, divided: bool) -> bool:
     return (
         isinstance(there, torch.Tensor)
         and (there.shape, there.dtype) == (spec.shape, spec.dtype)
-        and isinstance(there, DTensor) == _is_divided(spec, parameter)
+        and isinstance(there, DTensor) == divided
         and there.is_contiguous()
     )
 
@@ -286,8 +300,8 @@ def _is_divided(spec: torch.Tensor, parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and (spec.shape == parameter.shape or spec.numel() > 1)
 
 
-def _new(spec: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor) or not _is_divided(spec, parameter):
+def _new(spec: torch.Tensor, parameter: torch.Tensor, divided: bool) -> torch.Tensor:
+    if not isinstance(parameter, DTensor) or not divided:
         device = "cpu" if spec.dim() == 0 else parameter.device
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if spec.shape == parameter.shape:

@@ -36,7 +36,7 @@ def make_folder(folder: Path) -> None:
     """
     missing = []
     while not folder.is_dir():
-        if folder.exists():
+        if folder.exists() and not folder.is_dir():  # another process may be making it
             raise NotADirectoryError(
                 f"{folder} is a file, but a folder is needed: choose another name, or remove the file."
             )

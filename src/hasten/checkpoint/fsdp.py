@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hasten.checkpoint import by_name, commit, sharded, sources
+from hasten.checkpoint import by_name, commit, sharded, sidecar, sources
 from hasten.checkpoint.dcp_folder import METADATA
+from hasten.checkpoint.own_file import topology_of
 from hasten.checkpoint.sharded import Form, form_of
 from hasten.checkpoint.sources import MODEL, OPTIMIZER
 from hasten.collectives.together import together
@@ -34,7 +35,7 @@ def save_fsdp_model(
     """Write a model's weights: `pytorch_model_fsdp_0/` for SHARDED_STATE_DICT, `pytorch_model_fsdp.bin` for FULL_STATE_DICT.
 
     Args:
-        fsdp_plugin: its `state_dict_type` counts.
+        fsdp_plugin: its `state_dict_type` and `sharded_save` count.
         accelerator: its processes take part.
         model: the prepared model.
         output_dir: the folder; it is made.
@@ -43,7 +44,7 @@ def save_fsdp_model(
         use_dcp: False writes shards as one file of each process, without any exchange between them; those load on the same
             number of processes only.
     """
-    form, world, own = form_of(fsdp_plugin.state_dict_type, use_dcp), _world_of(accelerator), _own(model)
+    form, world, own = _form(fsdp_plugin, use_dcp), _world_of(accelerator), _own(model)
     weights = by_name.model_state(own)
     if adapter_only:
         weights = {name: weights[name] for name in _trained(own)}
@@ -78,9 +79,9 @@ def load_fsdp_model(
         FileNotFoundError: the folder holds no such weights.
         RuntimeError: they do not fit; the message names what.
     """
-    return sharded.read_model(
-        Path(input_dir), model_index, _own(model), _joint(model, accelerator), strict=not adapter_only
-    )
+    world = _joint(model, accelerator)
+    folder = _place(Path(input_dir), model, world)
+    return sharded.read_model(folder, model_index, _own(model), world, strict=not adapter_only)
 
 
 def save_fsdp_optimizer(
@@ -96,9 +97,11 @@ def save_fsdp_optimizer(
 
     Arguments as in `save_fsdp_model`.
     """
-    form, world = form_of(fsdp_plugin.state_dict_type, use_dcp), _world_of(accelerator)
+    form, world = _form(fsdp_plugin, use_dcp), _world_of(accelerator)
     with _writing(Path(output_dir), form, OPTIMIZER, optimizer_index, world) as writer:
-        sharded.write_optimizer(writer, optimizer_index, optimizer, [_own(model)], form, world)
+        what = f"{writer.folder} was not written"
+        state = sharded.optimizer_state(optimizer, [_own(model)], form, world, what)
+        sharded.write_optimizer(writer, optimizer_index, state, form, world)
 
 
 def load_fsdp_optimizer(
@@ -113,7 +116,9 @@ def load_fsdp_optimizer(
 ) -> None:
     """Read an optimizer's state and groups. Arguments as in `load_fsdp_model`; `adapter_only` changes nothing, since an optimizer
     holds what is trained anyway."""
-    sharded.read_optimizer(Path(input_dir), optimizer_index, optimizer, [_own(model)], _joint(model, accelerator))
+    world = _joint(model, accelerator)
+    folder = _place(Path(input_dir), model, world)
+    sharded.read_optimizer(folder, optimizer_index, optimizer, [_own(model)], world)
 
 
 def _writing(folder: Path, form: Form, kind: str, index: int, world: World | None) -> FolderWriter:
@@ -131,6 +136,20 @@ def _writing(folder: Path, form: Form, kind: str, index: int, world: World | Non
     else:
         together(world, f"{folder} can not be written", begin)
     return FolderWriter(folder)
+
+
+def _form(fsdp_plugin: Any, use_dcp: bool) -> Form:
+    return form_of(fsdp_plugin.state_dict_type, use_dcp and getattr(fsdp_plugin, "uses_dcp", True))
+
+
+def _place(folder: Path, model: torch.nn.Module, world: World | None) -> Path:
+    """Where the files are: where each process has committed its own, in a folder inside the checkpoint's."""
+    save = sidecar.current(folder) if folder.is_dir() else None
+    if save is None:
+        return folder
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    sidecar.check_fits(save, rank, size, topology_of([_own(model)]))
+    return save
 
 
 def _world_of(accelerator: Any) -> World | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hasten.checkpoint import sidecar
 from hasten.checkpoint.manifest import MANIFEST
 from hasten.weights.torch_file import read_torch
 from hasten.weights.write import FolderWriter
@@ -21,11 +22,15 @@ def file_name(index: int, rank: int = 0) -> str:
     return f"dl_state_dict{f'_{index}' if index else ''}{f'_rank{rank}' if rank else ''}.bin"
 
 
-def write(writer: FolderWriter, loaders: Sequence[Any], rank: int) -> None:
-    """Write this rank's positions. Loaders without `state_dict` have none."""
-    for index, loader in enumerate(loaders):
-        if hasattr(loader, "state_dict"):
-            writer.save_torch(file_name(index, rank), loader.state_dict())
+def states(loaders: Sequence[Any]) -> dict[int, Any]:
+    """Where loaders are now, by their numbers. Those without `state_dict` have no position."""
+    return {index: loader.state_dict() for index, loader in enumerate(loaders) if hasattr(loader, "state_dict")}
+
+
+def write(writer: FolderWriter, states: dict[int, Any], rank: int) -> None:
+    """Write this rank's positions."""
+    for index, state in states.items():
+        writer.save_torch(file_name(index, rank), state)
 
 
 def drop_repeated(folder: Path) -> None:
@@ -54,7 +59,7 @@ def read(folder: Path, loaders: Sequence[Any], rank: int) -> None:
         except FileNotFoundError:
             lost.append(index)
         except ValueError:
-            if (folder / MANIFEST).exists():
+            if (folder / MANIFEST).exists() or sidecar.is_save(folder):
                 raise
             lost.append(index)
     if lost:

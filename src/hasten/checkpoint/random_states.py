@@ -29,9 +29,14 @@ def file_name(rank: int) -> str:
     return f"random_states_{rank}.pkl"
 
 
-def write(writer: FolderWriter, rank: int, step: int, world: World) -> None:
-    """Write this process's random states."""
-    writer.save_torch(file_name(rank), {"step": step, **_to_file(rng.snapshot(world=world), world)})
+def states(step: int, world: World) -> dict[str, Any]:
+    """What the file of this process holds: its random states as they are now, and the number of micro-batches."""
+    return {"step": step, **_to_file(rng.snapshot(world=world), world)}
+
+
+def write(writer: FolderWriter, rank: int, states: dict[str, Any]) -> None:
+    """Write a process's random states."""
+    writer.save_torch(file_name(rank), states)
 
 
 def read(folder: Path, rank: int, world: World) -> int | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.checkpoint import state, store
+from hasten.checkpoint import commit, sidecar, state, store
+from hasten.checkpoint.background import Saving
 from hasten.checkpoint.state import Contents
 from hasten.world.process import World
 
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 _REMOVED = ".removed"
+# Of the newest complete checkpoints: what a killed run has left lies just before the first ones of the next run.
+_LOOKED_AT = 3
 
 
 def folder_of_all(project_dir: str | Path) -> Path:
@@ -93,19 +96,42 @@ def prune(newest: Path, total_limit: int) -> list[Path]:
     Incomplete ones are neither counted nor removed. Returns what was removed.
     """
     others = [path for path in numbered(newest.parent).values() if path != newest and store.is_complete(path)]
-    surplus = others[: max(0, len(others) + 1 - total_limit)]
+    kept = len(others) + store.is_complete(newest)  # it may wait for other processes to commit their files
+    surplus = others[: max(0, kept - total_limit)]
+    if surplus:
+        for path in (*others[len(surplus) :], newest):
+            sidecar.make_durable(path)
     for path in surplus:
         # Gone under its name at once, so that a crash leaves no half of it.
         path.rename(path.with_name(f".{path.name}{_REMOVED}"))
         logger.info("Removed %s: at most %d checkpoints are kept.", path, total_limit)
-    for path in newest.parent.glob(f".checkpoint_*{_REMOVED}"):
+    removed = list(newest.parent.glob(f".checkpoint_*{_REMOVED}"))
+    if removed:
+        commit.sync_folder(newest.parent)  # or a power cut brings a name back, and not all of the files
+    for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return surplus
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed runs have left of saves in which each process commits its own files.
+
+    A process commits in the order of the numbers. So nobody can be writing one before a complete one any more.
+    """
+    complete = 0
+    for path in reversed(numbered(folder).values()):
+        if store.is_complete(path):
+            complete += 1
+            if complete == _LOOKED_AT:
+                return
+        elif complete and sidecar.saves(path) and all(sidecar.is_save(each) for each in path.iterdir()):
+            logger.info("Removing %s, which an interrupted save has left.", path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def save_numbered(
     project_dir: str | Path, iteration: int, total_limit: int | None, contents: Contents, world: World, **options: Any
-) -> Path:
+) -> Path | Saving:
     """Save as `project_dir/checkpoints/checkpoint_{iteration}`, then remove the oldest ones beyond `total_limit`.
 
     Args:
@@ -115,7 +141,7 @@ def save_numbered(
         contents, world, options: as in `state.save`.
 
     Returns:
-        The checkpoint's folder; `number_of` tells its number.
+        The checkpoint's folder, whose number `number_of` tells; in the background the save.
 
     Raises:
         ValueError: the number is taken.
@@ -124,6 +150,7 @@ def save_numbered(
     folder = folder_of_all(project_dir)
 
     def tidy(saved: Path) -> None:
+        remove_unfinished(folder)
         if total_limit is not None:
             prune(saved, total_limit)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.checkpoint import commit
+from hasten.checkpoint import commit, sidecar
 from hasten.checkpoint.leftovers import open_temporary
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.checkpoint.meeting import Meeting
@@ -68,11 +68,11 @@ class Alone:
     def end(self, error: BaseException | None) -> None:
         """Finish the save; see `Role`."""
         if error is not None:
-            _discard(self.transaction)
+            discard(self.transaction)
             return
-        with _discarding(self.transaction):
+        with discarding(self.transaction):
             _put_in_place(self.transaction, self.transaction.writer.written, self.is_stale, 1, [0])
-        _afterwards(self.transaction)
+        afterwards(self.transaction)
 
 
 class Main:
@@ -106,10 +106,10 @@ class Main:
         finally:
             if problem is not None:
                 self.meeting.go(None)
-                _discard(self.transaction)
+                discard(self.transaction)
             self.meeting.close(problem)
         if problem is None:
-            _afterwards(self.transaction)
+            afterwards(self.transaction)
         elif error is None:
             raise RuntimeError(_given_up(self.transaction.target, problem))
 
@@ -184,7 +184,7 @@ class Member:
         if result is not None and error is None:
             raise RuntimeError(_given_up(self.transaction.target, result))
         if self.transaction.leads and result is None:
-            _afterwards(self.transaction)
+            afterwards(self.transaction)
 
     def _report(self, error: BaseException | None) -> None:
         written = self.transaction.writer.written if error is None else {}
@@ -203,16 +203,16 @@ class Member:
                 files = {name: file for report in reports.values() for name, file in _files(report).items()}
                 _put_in_place(self.transaction, files, self.is_stale, self.world.size, list(reports))
             else:
-                _discard(self.transaction)
+                discard(self.transaction)
         except Exception as failure:
             error = failure
-            _discard(self.transaction)
+            discard(self.transaction)
         self.meeting.report_placed(None if error is None else _told(self.world.rank, error))
 
     def _add_late(self, error: BaseException | None) -> None:
         """Move files into a folder that is in its place already, each one whole."""
         temporary, target = self.transaction.temporary, self.transaction.target
-        with _discarding(self.transaction, always=True):
+        with discarding(self.transaction, always=True):
             for name in _names(temporary) if error is None else []:
                 commit.make_folder((target / name).parent)
                 os.replace(temporary / name, target / name)
@@ -233,7 +233,7 @@ def _put_in_place(
     temporary, target = transaction.temporary, transaction.target
     for action in transaction.before_commit:
         action(temporary)
-    manifest = Manifest(_complete(temporary, files), world_size, tuple(ranks))
+    manifest = Manifest(completed(temporary, files), world_size, tuple(ranks))
     commit.write_durably(temporary / MANIFEST, manifest.text())
     for folder, _, _ in os.walk(temporary, topdown=False):
         commit.sync_folder(Path(folder))
@@ -241,7 +241,8 @@ def _put_in_place(
     commit.put_in_place(temporary, target, [*sorted(manifest.files), MANIFEST], stale)
 
 
-def _afterwards(transaction: Transaction) -> None:
+def afterwards(transaction: Transaction) -> None:
+    """Do what is to be done when the folder is in its place; a failure of that is no failure of the save."""
     for action in transaction.after_commit:
         try:
             action(transaction.target)
@@ -249,7 +250,7 @@ def _afterwards(transaction: Transaction) -> None:
             logger.warning("%s is saved, but tidying up after it failed: %s", transaction.target, error)
 
 
-def _complete(temporary: Path, files: Files) -> Files:
+def completed(temporary: Path, files: Files) -> Files:
     """Every file of the folder, synced, with size and checksums: also those that something else has put there."""
     names = _names(temporary)
     unknown = [name for name in names if name not in files or (temporary / name).stat().st_size != files[name].size]
@@ -273,21 +274,25 @@ def _replaced(target: Path, is_stale: Callable[[str], bool]) -> list[str]:
     except RuntimeError:
         manifest = None
     names = [] if manifest is None else list(manifest.files)
+    for save in sidecar.saves(target):
+        names += [f"{save.name}/{name}" for name in _names(save)]
     return names + [entry.name for entry in os.scandir(target) if entry.is_file() and is_stale(entry.name)]
 
 
 @contextmanager
-def _discarding(transaction: Transaction, always: bool = False) -> Iterator[None]:
+def discarding(transaction: Transaction, always: bool = False) -> Iterator[None]:
+    """On an error, or always, remove the temporary folder at the end."""
     done = False
     try:
         yield
         done = True
     finally:
         if always or not done:
-            _discard(transaction)
+            discard(transaction)
 
 
-def _discard(transaction: Transaction) -> None:
+def discard(transaction: Transaction) -> None:
+    """Remove the temporary folder."""
     shutil.rmtree(transaction.temporary, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hasten.checkpoint import by_name, dcp, sources
+from hasten.checkpoint import by_name, dcp, own_file, sources
 from hasten.checkpoint.dcp import leaves
+from hasten.checkpoint.picture import Picture
 from hasten.checkpoint.sources import MODEL, OPTIMIZER
 from hasten.collectives.objects import gather_object
 from hasten.collectives.together import together
@@ -24,7 +26,12 @@ class Form(Enum):
 
     FOLDERS = "a folder of shards that loads on any number of processes (SHARDED_STATE_DICT)"
     FILES = "one file of whole tensors (FULL_STATE_DICT)"
-    RANKS = "one file of each process, without any exchange between them (SHARDED_STATE_DICT, use_dcp=False)"
+    RANKS = "one file of each process, without any exchange between them (SHARDED_STATE_DICT, sharded_save='per_rank')"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a process hears nothing of what becomes of the others' parts."""
+        return self is Form.RANKS
 
 
 def form_of(state_dict_type: Any, use_dcp: bool = True) -> Form:
@@ -42,6 +49,72 @@ def form_of(state_dict_type: Any, use_dcp: bool = True) -> Form:
 
 
 # -- writing -------------------------------------------------------------------------------------------------------------
+
+
+def write(writer: FolderWriter, picture: Picture, form: Form, safe: bool, world: World) -> None:
+    """Write the divided states of a picture; every process calls it, unless they have been made whole.
+
+    Args:
+        writer: of the checkpoint's folder.
+        picture: what this process has of them.
+        form: see `Form`.
+        safe: write whole weights as safetensors.
+        world: the processes.
+    """
+    if picture.whole and not world.is_main:
+        return
+    joint = None if picture.whole else world
+    for index, weights in enumerate(picture.divided_weights):
+        write_model(writer, index, weights, form, safe, joint, picture.buffers[index])
+    for index, state in enumerate(picture.divided_optimizers):
+        write_optimizer(writer, index, state, form, joint)
+
+
+def whole_picture(picture: Picture, world: World, what: str) -> Picture:
+    """A picture whose divided states are whole on the main process, and empty on the others; every process calls it."""
+
+    def gathered(state: dict[str, Any]) -> dict[str, Any]:
+        unique, others = apart_deep(state)
+        order = sorted(unique, key=str)
+        whole: dict[Any, Any] = {}
+
+        def keep(coming: Iterator[Any]) -> None:
+            whole.update(zip(order, coming, strict=True))
+
+        gather_for(what, (unique[place] for place in order), keep, world.is_main, world)
+        return (
+            _with(state, {**whole, **{other: whole[first] for other, first in others.items()}}) if world.is_main else {}
+        )
+
+    return replace(
+        picture,
+        divided_weights=[gathered(dict(weights)) for weights in picture.divided_weights],
+        divided_optimizers=[gathered(state) for state in picture.divided_optimizers],
+        whole=True,
+    )
+
+
+def apart_deep(state: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The values of a nested state by place, each tensor once, and for other places of the same tensor the first one."""
+    first: dict[int, Any] = {}
+    unique, others = {}, {}
+    for place, value in leaves(state):
+        if isinstance(value, torch.Tensor) and id(value) in first:
+            others[place] = first[id(value)]
+        else:
+            first[id(value)] = place
+            unique[place] = value
+    return unique, others
+
+
+def world_of_background(form: Form, world: World) -> World:
+    """The same processes, who may exchange something while training exchanges its own; every process calls it."""
+    if form is not Form.FOLDERS or world.size == 1:
+        return world
+    twin: World | None = world.attached.get("background")
+    if twin is None:
+        twin = world.attached["background"] = world.twin()
+    return twin
 
 
 def check_one_folder(folder: Path, world: World | None) -> None:
@@ -81,7 +154,7 @@ def write_model(
     state, others = by_name.apart(weights)
     if form is Form.RANKS:
         rank = 0 if world is None else world.rank
-        writer.save_torch(sources.rank_name(MODEL, index, rank), dict(weights))
+        writer.save_torch(sources.rank_name(MODEL, index, rank), own_file.pack(dict(weights)))
     elif form is Form.FOLDERS:
         own = state if world is None or world.is_main else {name: state[name] for name in state if name not in buffers}
         aliases: dict[Any, Any] = {(MODEL, other): (MODEL, first) for other, first in others.items()}
@@ -92,27 +165,37 @@ def write_model(
         write_whole(writer, name, state, safe, world, {} if safe else others)
 
 
-def write_optimizer(
-    writer: FolderWriter,
-    index: int,
-    optimizer: Any,
-    models: Sequence[torch.nn.Module],
-    form: Form,
-    world: World | None,
-) -> None:
-    """Write an optimizer's state and groups by the names of the parameters in the models; every process calls it.
+def optimizer_state(
+    optimizer: Any, models: Sequence[torch.nn.Module], form: Form, world: World | None, what: str
+) -> dict[str, Any]:
+    """An optimizer's state and groups by the names of the parameters in the models; every process calls it.
+
+    Args:
+        optimizer: the optimizer.
+        models: the models with its parameters.
+        form: with one file of each process nobody waits for the others.
+        world: the processes; None for this one alone.
+        what: the beginning of the error's text, if another process fails.
 
     Raises:
         NotImplementedError: see `by_name.optimizer_state`.
     """
     if form is Form.RANKS:
+        return by_name.optimizer_state(optimizer, models, divide=False)
+    return together(world, what, lambda: by_name.optimizer_state(optimizer, models))
+
+
+def write_optimizer(writer: FolderWriter, index: int, state: dict[str, Any], form: Form, world: World | None) -> None:
+    """Write an optimizer's state by names; every process calls it.
+
+    Args:
+        writer, index, form, world: as in `write_model`.
+        state: what `optimizer_state` gives.
+    """
+    if form is Form.RANKS:
         rank = 0 if world is None else world.rank
-        state = by_name.optimizer_state(optimizer, models)
-        writer.save_torch(sources.rank_name(OPTIMIZER, index, rank), state)
-        return
-    what = f"{writer.folder} was not written"
-    state = together(world, what, lambda: by_name.optimizer_state(optimizer, models))
-    if form is Form.FOLDERS:
+        writer.save_torch(sources.rank_name(OPTIMIZER, index, rank), own_file.pack(state))
+    elif form is Form.FOLDERS:
         dcp.write(writer, sources.folder_name(OPTIMIZER, index), {OPTIMIZER: _divided(state, world)}, {}, world)
     else:
         write_whole(writer, f"optimizer_{index}.bin" if index else "optimizer.bin", state, False, world)

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hasten.checkpoint.dcp import Place
+from hasten.checkpoint import sidecar
+from hasten.checkpoint.dcp import Place, leaves
 from hasten.checkpoint.dcp_folder import METADATA, Folder, is_folder
+from hasten.checkpoint.own_file import OwnFile
 from hasten.collectives.objects import broadcast_object_list
 from hasten.collectives.together import together
 from hasten.collectives.wire import wire_of
@@ -30,6 +32,8 @@ class Source(Protocol):
 
     path: Path
     skeleton: Any
+    # Places of what this process holds as it is, whatever is divided: of an optimizer's whole matrices it may have some only.
+    undivided: frozenset[Place]
 
     def fill(self, targets: Mapping[Place, torch.Tensor]) -> None:
         """Read tensors, by their places in the state, into memory; every process of the world calls it."""
@@ -43,6 +47,8 @@ class FolderSource:
         path: the folder.
         top: the key under which everything is; left out where there is none.
     """
+
+    undivided: frozenset[Place] = frozenset()
 
     def __init__(self, path: Path, top: str) -> None:
         self.path = path
@@ -76,6 +82,8 @@ class FileSource:
         world: the processes; None for this one alone.
         options: arguments of `torch.load`.
     """
+
+    undivided: frozenset[Place] = frozenset()
 
     def __init__(self, path: Path, world: World | None, options: Mapping[str, Any]) -> None:
         self.path = path
@@ -147,32 +155,13 @@ class RankSource:
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path = path
-        self._held = read_torch(path, **{"map_location": "cpu", **options})
-        self.skeleton = _skeleton(self._held)
+        self._file = OwnFile(path, options)
+        self.skeleton = self._file.skeleton()
+        self.undivided = frozenset(place for place, _ in leaves(self.skeleton)) - self._file.shards.keys()
 
     def fill(self, targets: Mapping[Place, torch.Tensor]) -> None:
-        """Copy what the file holds."""
-        with torch.no_grad():
-            for place, target in targets.items():
-                held = _at(self._held, place)
-                if isinstance(target, DTensor) and isinstance(held, DTensor):
-                    self._check(place, held, target)
-                    target.to_local().copy_(held.to_local())
-                elif isinstance(target, DTensor) or isinstance(held, DTensor):
-                    raise ValueError(self._other(place))
-                else:
-                    target.copy_(held)
-
-    def _check(self, place: Place, held: DTensor, target: DTensor) -> None:
-        if held.placements != target.placements or held.device_mesh.shape != target.device_mesh.shape:
-            raise ValueError(self._other(place))
-
-    def _other(self, place: Place) -> str:
-        return (
-            f"{self.path} holds {'.'.join(map(str, place))} as another division of the model left it. Files of single processes "
-            "load on the same number of processes and the same mesh only; save with SHARDED_STATE_DICT and without "
-            "`use_dcp=False` for others."
-        )
+        """Read what the file holds."""
+        self._file.read(targets)
 
 
 def _skeleton(held: Any) -> Any:
@@ -256,6 +245,8 @@ def find(folder: Path, kind: str, index: int) -> tuple[str, Path] | None:
 def open_source(folder: Path, kind: str, index: int, world: World | None, options: Mapping[str, Any]) -> Source:
     """Open what a checkpoint holds of a model or an optimizer; every process of the world calls it.
 
+    Nothing is exchanged for a save that each process has committed by itself: the folder's name tells what it is.
+
     Args:
         folder: the checkpoint.
         kind: MODEL or OPTIMIZER.
@@ -267,6 +258,8 @@ def open_source(folder: Path, kind: str, index: int, world: World | None, option
         FileNotFoundError: there is nothing of it.
         ValueError: it was saved process by process, by another number of them.
     """
+    if sidecar.is_save(folder):
+        return _own(folder, kind, index, 0 if world is None else world.rank, options)
     alone = world is None or world.size == 1
     told: list[Any] = [together(world, f"{folder} can not be read", lambda: _found(folder, kind, index, world))]
     if not alone:
@@ -279,6 +272,16 @@ def open_source(folder: Path, kind: str, index: int, world: World | None, option
         return together(world, f"{path} can not be read", lambda: FolderSource(path, kind))
     own = path if world is None else path.with_name(rank_name(kind, index, world.rank))
     return together(world, f"{path} can not be read", lambda: RankSource(own, options))
+
+
+def _own(folder: Path, kind: str, index: int, rank: int, options: Mapping[str, Any]) -> RankSource:
+    path = folder / rank_name(kind, index, rank)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{folder} holds no {kind} number {index}: there is no {path.name}. Prepare the same objects in the same order as when "
+            "the checkpoint was saved."
+        )
+    return RankSource(path, options)
 
 
 def _found(folder: Path, kind: str, index: int, world: World | None) -> tuple[str, str] | None:
@@ -299,7 +302,7 @@ def _found(folder: Path, kind: str, index: int, world: World | None) -> tuple[st
         if count != size:
             raise ValueError(
                 f"{folder} was saved by {count} processes, each its own file (`use_dcp=False`), and can be loaded by as many only; "
-                f"these are {size}. Load it with {count} processes and save it again as SHARDED_STATE_DICT: such checkpoints load "
-                "on any number."
+                f"these are {size}. `hasten merge-weights {folder} OUTPUT` makes plain weights of it; or load it with {count} "
+                "processes and save it again as SHARDED_STATE_DICT: such checkpoints load on any number."
             )
     return how, path.relative_to(folder).as_posix()

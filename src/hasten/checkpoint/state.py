@@ -6,13 +6,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hasten.checkpoint import positions, random_states, store
+from hasten.checkpoint import positions, random_states, sidecar, store
+from hasten.checkpoint.background import Saving
+from hasten.checkpoint.picture import Picture
 from hasten.checkpoint.roles import Transaction
 from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.names import without_shared
@@ -77,7 +80,8 @@ def save(
     label: str | None = None,
     check: Callable[[Path], object] = lambda folder: None,
     after_commit: Callable[[Path], object] = lambda folder: None,
-) -> Path:
+    blocking: bool = True,
+) -> Path | Saving:
     """Write a checkpoint as one transaction; a crash at any moment leaves the old content of the folder or the new one.
 
     Call it on every process, or on the main process alone: then the random states and loader positions of the others are not in it.
@@ -95,32 +99,39 @@ def save(
         save_on_each_node: where machines have disks of their own, write models, optimizers, ... on each of them.
         label, check: see `store.transaction`.
         after_commit: called with the folder, when it is complete, by the process that put it in place.
+        blocking: False copies everything into the memory of the host and writes it in the background.
 
     Returns:
-        The folder.
+        The folder; in the background the save that is under way.
 
     Raises:
         OSError: this process could not write.
         RuntimeError: another process could not, or did not come in time.
     """
-    with store.transaction(folder, world, label=label, is_stale=is_state_file, check=check) as writing:
-        if form is None:
-            models, weights = list(contents.models), [model_state(model) for model in contents.models]
-            for hook in hooks:
-                hook(models, weights, str(writing.temporary))
-        else:
-            _write_divided(writing, contents, world, hooks, form, safe_serialization)
-            weights = []
-        wholes = _whole_states(contents, world)
-        if writing.is_main or (writing.leads and save_on_each_node):
-            _write_shared(writing.writer, weights, contents, safe_serialization)
-            for index, item in enumerate(contents.custom):
-                writing.writer.save_torch(CUSTOM_NAME.format(index), wholes.get(index) or item.state_dict())
-        random_states.write(writing.writer, world.rank, contents.step, world)
-        positions.write(writing.writer, contents.dataloaders, world.rank)
+    with ExitStack() as stack:
+        writing = stack.enter_context(
+            store.transaction(
+                folder, world, label=label, is_stale=is_state_file, check=check, topology=_own_topology(contents, form)
+            )
+        )
         writing.before_commit.append(positions.drop_repeated)
         writing.after_commit.append(after_commit)
-    return writing.target
+        shared = writing.is_main or (writing.leads and save_on_each_node)
+        if form is None:
+            picture = _picture(writing, contents, world, shared, model_state, hooks)
+        else:
+            picture = _divided_picture(writing, contents, world, shared, form, hooks)
+        if blocking:
+            _write(writing, picture, world, form, safe_serialization)
+            return writing.target
+        picture, form, world = _staged(picture, form, world, f"{writing.target} was not saved")
+        opened = stack.pop_all()
+
+    def finish() -> None:
+        with opened:
+            _write(writing, picture, world, form, safe_serialization)
+
+    return Saving(writing.target, finish)
 
 
 def load(
@@ -148,11 +159,17 @@ def load(
         {"step": the number of micro-batches}; empty if the checkpoint does not know it.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: there is no such folder; or each process has saved its own files, and there are more or fewer now, or another
+            mesh.
         FileNotFoundError: there is no file for one of the objects.
         RuntimeError: a file is damaged or does not fit, or the number of custom objects differs.
     """
-    path = verify(folder, world)
+    path = store.resolve(folder)
+    if sidecar.is_save(path):
+        from hasten.checkpoint.own_file import topology_of
+
+        sidecar.check_fits(path, world.rank, world.size, topology_of(contents.models))
+    verify(path, world)
     _check_custom(path, len(contents.custom))
     models = list(contents.models)
     for hook in hooks:
@@ -178,7 +195,7 @@ def verify(folder: str | os.PathLike[str], world: World, checksums: bool = False
         RuntimeError: files are damaged or missing; the message names them.
     """
     path = store.resolve(folder)
-    store.verify(path, checksums, concerns=lambda name: not _is_of_another_rank(name, world.rank))
+    store.verify(path, checksums, concerns=lambda name: not _is_of_another_rank(name, world.rank), rank=world.rank)
     return path
 
 
@@ -210,9 +227,9 @@ def save_accelerator_state(
     contents = Contents((), optimizers, schedulers, dataloaders, (), scaler, step)
     with FolderWriter(folder) as writer:
         if process_index == 0 or (save_on_each_node and world.is_local_main):
-            _write_shared(writer, model_states, contents, safe_serialization)
-        random_states.write(writer, process_index, step, world)
-        positions.write(writer, dataloaders, process_index)
+            _write_shared(writer, _shared_picture(contents, model_states), safe_serialization)
+        random_states.write(writer, process_index, random_states.states(step, world))
+        positions.write(writer, positions.states(dataloaders), process_index)
     return folder
 
 
@@ -288,32 +305,51 @@ def numbered(name: str, index: int) -> str:
 # -- writing -------------------------------------------------------------------------------------------------------------
 
 
-def _write_shared(writer: FolderWriter, weights: Sequence[Any], contents: Contents, safe: bool) -> None:
+def _own_topology(contents: Contents, form: Form | None) -> sidecar.Topology | None:
+    """How this process holds parameters, if each one commits its own files."""
+    if form is None:
+        return None
+    from hasten.checkpoint import own_file, sharded
+
+    return own_file.topology_of(contents.models) if form is sharded.Form.RANKS else None
+
+
+def _shared_picture(contents: Contents, weights: Sequence[Any], divided: bool = False) -> Picture:
     """What is the same on all processes."""
-    for index, state in enumerate(weights):
-        if safe:
-            writer.save_safetensors(numbered(SAFE_WEIGHTS_NAME, index), without_shared(state)[0])
-        else:
-            writer.save_torch(numbered(WEIGHTS_NAME, index), state)
-    for index, optimizer in enumerate(() if contents.divided else contents.optimizers):
-        writer.save_torch(numbered(OPTIMIZER_NAME, index), optimizer.state_dict())
-    for index, scheduler in enumerate(contents.schedulers):
-        writer.save_torch(numbered(SCHEDULER_NAME, index), scheduler.state_dict())
-    if contents.scaler is not None:
-        writer.save_torch(SCALER_NAME, contents.scaler.state_dict())
-    if any(contents.exchange_orders):
-        writer.save_torch(EXCHANGE_NAME, list(contents.exchange_orders))
+    return Picture(
+        weights=list(weights),
+        optimizers=[] if divided else [optimizer.state_dict() for optimizer in contents.optimizers],
+        schedulers=[scheduler.state_dict() for scheduler in contents.schedulers],
+        scaler=None if contents.scaler is None else contents.scaler.state_dict(),
+        exchange_orders=list(contents.exchange_orders) if any(contents.exchange_orders) else [],
+    )
 
 
-def _write_divided(
+def _picture(
     writing: Transaction,
     contents: Contents,
     world: World,
+    shared: bool,
+    model_state: Callable[[Any], Mapping[str, Any]],
     hooks: Iterable[Callable[..., Any]],
+) -> Picture:
+    """What this process writes, where each holds whole models."""
+    models, weights = list(contents.models), [model_state(model) for model in contents.models]
+    for hook in hooks:
+        hook(models, weights, str(writing.temporary))
+    picture = _shared_picture(contents, weights) if shared else Picture()
+    return _with_own(picture, contents, world, shared)
+
+
+def _divided_picture(
+    writing: Transaction,
+    contents: Contents,
+    world: World,
+    shared: bool,
     form: Form,
-    safe: bool,
-) -> None:
-    """What every process has a part of."""
+    hooks: Iterable[Callable[..., Any]],
+) -> Picture:
+    """What this process writes, where each holds a part of the models."""
     from hasten.checkpoint import by_name, sharded
     from hasten.collectives.together import together
 
@@ -325,16 +361,80 @@ def _write_divided(
         for hook in hooks:
             hook(models, weights, str(writing.temporary))
 
+    what = f"{writing.target} was not saved"
     if form is sharded.Form.RANKS:
         prepare()
     else:
         sharded.check_one_folder(writing.temporary, world)
-        together(world, f"{writing.target} was not saved", prepare)
-    for index, state in enumerate(weights):
-        buffers = frozenset(by_name.buffers(models[index])) if index < len(models) else frozenset()
-        sharded.write_model(writing.writer, index, state, form, safe, world, buffers)
-    for index, optimizer in enumerate(contents.optimizers):
-        sharded.write_optimizer(writing.writer, index, optimizer, contents.models, form, world)
+        together(world, what, prepare)
+    picture = _shared_picture(contents, [], divided=True) if shared else Picture()
+    picture.divided_weights = weights
+    picture.buffers = [
+        frozenset(by_name.buffers(models[index])) if index < len(models) else frozenset()
+        for index in range(len(weights))
+    ]
+    picture.divided_optimizers = [
+        sharded.optimizer_state(optimizer, contents.models, form, world, what) for optimizer in contents.optimizers
+    ]
+    return _with_own(picture, contents, world, shared)
+
+
+def _with_own(picture: Picture, contents: Contents, world: World, shared: bool) -> Picture:
+    """Add the registered objects, where they are written, and what each process has of its own."""
+    wholes = _whole_states(contents, world)
+    if shared:
+        picture.custom = [wholes.get(index) or item.state_dict() for index, item in enumerate(contents.custom)]
+    picture.random = random_states.states(contents.step, world)
+    picture.positions = positions.states(contents.dataloaders)
+    return picture
+
+
+def _staged(picture: Picture, form: Form | None, world: World, what: str) -> tuple[Picture, Form | None, World]:
+    """A copy that training does not change, and how it is written without meeting what training exchanges meanwhile."""
+    from hasten.checkpoint.staging import Staging
+
+    if form is not None:
+        from hasten.checkpoint import sharded
+
+        if form is sharded.Form.FILES:
+            picture = sharded.whole_picture(picture, world, what)
+        world = sharded.world_of_background(form, world)
+    staging = Staging()
+    return (
+        replace(picture, **{each.name: staging.copied(getattr(picture, each.name)) for each in fields(picture)}),
+        form,
+        world,
+    )
+
+
+def _write(writing: Transaction, picture: Picture, world: World, form: Form | None, safe: bool) -> None:
+    """Write what this process has to write."""
+    if form is not None:
+        from hasten.checkpoint import sharded
+
+        sharded.write(writing.writer, picture, form, safe, world)
+    _write_shared(writing.writer, picture, safe)
+    for index, state in enumerate(picture.custom):
+        writing.writer.save_torch(CUSTOM_NAME.format(index), state)
+    random_states.write(writing.writer, world.rank, picture.random)
+    positions.write(writing.writer, picture.positions, world.rank)
+
+
+def _write_shared(writer: FolderWriter, picture: Picture, safe: bool) -> None:
+    """What is the same on all processes."""
+    for index, state in enumerate(picture.weights):
+        if safe:
+            writer.save_safetensors(numbered(SAFE_WEIGHTS_NAME, index), without_shared(state)[0])
+        else:
+            writer.save_torch(numbered(WEIGHTS_NAME, index), state)
+    for index, state in enumerate(picture.optimizers):
+        writer.save_torch(numbered(OPTIMIZER_NAME, index), state)
+    for index, state in enumerate(picture.schedulers):
+        writer.save_torch(numbered(SCHEDULER_NAME, index), state)
+    if picture.scaler is not None:
+        writer.save_torch(SCALER_NAME, picture.scaler)
+    if picture.exchange_orders:
+        writer.save_torch(EXCHANGE_NAME, picture.exchange_orders)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hasten.checkpoint import commit, roles
+from hasten.checkpoint import commit, per_rank, roles, sidecar
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.world.process import World
 
@@ -21,6 +21,7 @@ def transaction(
     label: str | None = None,
     is_stale: Callable[[str], bool] = lambda name: False,
     check: Callable[[Path], object] = lambda folder: None,
+    topology: sidecar.Topology | None = None,
 ) -> Iterator[roles.Transaction]:
     """Write a folder so that a crash at any moment leaves its old content or the new one, whole.
 
@@ -33,6 +34,8 @@ def transaction(
         label: by what the processes recognise that they write the same thing; by default the folder's name as it is given.
         is_stale: of the files in `folder` that no manifest lists, which ones the new content replaces even if it has no such name.
         check: called with the folder by the main process first; what it raises ends the save on all processes.
+        topology: how this process holds parameters, if each process commits its own files and waits for nobody; see `sidecar`.
+            Then the folder is complete when the last one has left the body, and `transaction.temporary` is this process's own.
 
     Raises:
         OSError: this process could not write, or the main process could not put the folder in place.
@@ -41,7 +44,9 @@ def transaction(
     target = Path(folder).expanduser()
     label = os.path.normpath(target) if label is None else label
     role: roles.Role
-    if world.size == 1 or world.group is None:
+    if topology is not None:
+        role = per_rank.Own(target.absolute(), world, check, topology)
+    elif world.size == 1 or world.group is None:
         role = roles.Alone(target.absolute(), is_stale, check)
     elif world.is_main:
         role = roles.Main(target.absolute(), is_stale, check, world, label)
@@ -62,6 +67,9 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     if not folder.is_dir():
         return False
     try:
+        save = sidecar.current(folder)
+        if save is not None:
+            return not sidecar.problems(save)
         manifest = read_manifest(folder)
     except RuntimeError:
         return False
@@ -71,7 +79,10 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
 
 
 def verify(
-    folder: str | os.PathLike[str], checksums: bool = False, concerns: Callable[[str], bool] = lambda name: True
+    folder: str | os.PathLike[str],
+    checksums: bool = False,
+    concerns: Callable[[str], bool] = lambda name: True,
+    rank: int | None = None,
 ) -> None:
     """Check that every file of a checkpoint is there and has its size, and on demand its checksum.
 
@@ -81,11 +92,16 @@ def verify(
         folder: the checkpoint.
         checksums: also read every file and compare its checksums.
         concerns: which files to check, by name; all by default.
+        rank: where each process has committed its own files, look at those of this one and of the main one only.
 
     Raises:
         RuntimeError: files are damaged or missing; the message names them.
     """
     folder = Path(folder)
+    save = sidecar.current(folder)
+    if save is not None:
+        sidecar.verify(save, rank, checksums, concerns)
+        return
     manifest = read_manifest(folder)
     if manifest is None:
         return
@@ -101,9 +117,12 @@ def verify(
 def resolve(folder: str | os.PathLike[str]) -> Path:
     """Finish what a crash has interrupted in a folder, so that it can be read. Any process may call it, several at once.
 
+    Returns:
+        Where the files are: the folder, or inside it the save of which each process has committed its own files.
+
     Raises:
         ValueError: there is no such folder.
-        RuntimeError: there is something to finish, but the folder can't be changed.
+        RuntimeError: there is something to finish, but the folder can't be changed; or some processes had not committed theirs.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -115,7 +134,7 @@ def resolve(folder: str | os.PathLike[str]) -> Path:
             f"Saving {path} was interrupted when the new files were complete but not all in their places, and they can't be moved "
             f"now: {error}. Make the folder writable and load it once."
         ) from error
-    return path
+    return sidecar.current(path) or path
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""`hasten merge-weights`: one file of plain weights from a folder of shards."""
+"""`hasten merge-weights`: one file of plain weights from the shards of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hasten merge-weights",
-        description="Write the weights in a folder of shards (SHARDED_STATE_DICT) as one file; one tensor at a time is in memory.",
+        description="Write the weights of a sharded model (SHARDED_STATE_DICT) as one file; one tensor at a time is in memory.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint_directory", help="the folder of shards, such as checkpoint/pytorch_model_fsdp_0")
+    parser.add_argument(
+        "checkpoint_directory",
+        help="the folder of shards, such as checkpoint/pytorch_model_fsdp_0; if each process has its own file, the checkpoint",
+    )
     parser.add_argument(
         "output_path", nargs="?", default=".", help="the folder for the file; by default the current one"
     )
@@ -44,6 +47,6 @@ def _parser() -> argparse.ArgumentParser:
         "--remove_checkpoint_dir",
         "--remove-checkpoint-dir",
         action="store_true",
-        help="remove the folder of shards afterwards",
+        help="remove the shards afterwards",
     )
     return parser

@@ -94,6 +94,10 @@ class PreparedLoader(PositionedLoader):
     # -- one pass ----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        watcher = CONTEXT.loaders.watcher
+        return self._pass() if watcher is None else watcher.watched(self, self._pass())
+
+    def _pass(self) -> Iterator[Any]:
         progress, outer = self.progress, (self.progress.position, self.end_of_dataloader, self._remainder)
         offset, skipped, resumed = 0, self.skip_batches, None
         if progress.pending is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ class FullyShardedDataParallelPlugin:
         forward_prefetch: gather so many units ahead in the forward pass; True for one.
         backward_prefetch: torch's own choice is always in effect; an integer gathers so many units ahead.
         state_dict_type: FULL_STATE_DICT or SHARDED_STATE_DICT: the form of checkpoints, see docs/checkpoints.md.
+        sharded_save: "dcp" (the default): SHARDED_STATE_DICT is written by torch's distributed checkpoint and loads on any number
+            of ranks; "per_rank": each rank writes and reads its own file without any exchange, and the checkpoint loads on the same
+            number of ranks and mesh only.
         sync_module_states: every rank begins with the values that the first one has, if it has any.
         use_orig_params, limit_all_gathers: of version 1; without effect, since version 2 does what they ask.
         activation_checkpointing: layers keep their input only and run again in the backward pass. True for all layers (the
@@ -102,6 +105,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: Any = None
     min_num_params: int | None = None
+    sharded_save: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._layout = words.EVERYWHERE
@@ -110,6 +114,7 @@ class FullyShardedDataParallelPlugin:
         self._choose_recomputation()
         self._choose_strategy()
         self._choose_state_dict_type()
+        self.sharded_save = self._sharded_save()
         self.cpu_offload = self._offload()
         self._choose_policy()
         self.ignored_modules = self._given("ignored_modules")
@@ -259,6 +264,26 @@ class FullyShardedDataParallelPlugin:
             )
         self.state_dict_type = kind
         self.state_dict_config, self.optim_state_dict_config = words.CONFIGS[kind]
+
+    def _sharded_save(self) -> str:
+        given = self._given("sharded_save")
+        word = "dcp" if given is None else str(given).lower()
+        if word not in ("dcp", "per_rank"):
+            raise ValueError(
+                f"sharded_save={given!r}: allowed are 'dcp' (checkpoints load on any number of processes) and 'per_rank' (each "
+                "process has its own file; they load on the same number and mesh only)."
+            )
+        if word == "per_rank" and self.state_dict_type is StateDictType.FULL_STATE_DICT:
+            raise ValueError(
+                "sharded_save='per_rank' has no effect with FULL_STATE_DICT: set state_dict_type='SHARDED_STATE_DICT', too. For a "
+                "last save of whole weights call `set_state_dict_type('FULL_STATE_DICT')` then."
+            )
+        return word
+
+    @property
+    def uses_dcp(self) -> bool:
+        """Whether sharded models are saved by torch's distributed checkpoint."""
+        return self.sharded_save == "dcp"
 
     def _offload(self) -> OffloadPolicy:
         if isinstance(self.cpu_offload, OffloadPolicy):

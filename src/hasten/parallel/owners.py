@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -47,6 +47,15 @@ class WholeParameters:
     def __init__(self) -> None:
         self.owners: dict[Any, int] = {}
         self._loads: dict[dist.ProcessGroup, list[int]] = {}
+
+    def give(self, owners: Mapping[Any, int]) -> None:
+        """Let parameters have these owners, e.g. those of a run that is resumed; all ranks must call this with the same."""
+        self.owners, self._loads = dict(owners), {}
+        for parameter, owner in owners.items():
+            if (axis := sharded_axis(parameter)) is not None:
+                mesh = parameter.device_mesh
+                loads = self._loads.setdefault(mesh.get_group(axis), [0] * mesh.size(axis))
+                loads[owner] += parameter.numel()
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Choose owners for the parameters that have none, and let go of the state of those that other ranks own.

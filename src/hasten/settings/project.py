@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -16,6 +17,9 @@ class ProjectConfiguration:
         total_limit: how many automatically named checkpoints are kept; the oldest go first. None keeps all.
         iteration: number of the next automatically named checkpoint.
         save_on_each_node: write model and optimizer files on every machine (for folders that are not shared).
+        save_on_signal: names of signals, say ("SIGTERM", "SIGUSR1"), by which the scheduler announces that a machine is taken away:
+            when one comes to any process, all save after the same update and leave with exit code 75. Into the next automatically
+            named checkpoint, or into `project_dir/preempted`. See `Accelerator.check_preemption` for loops that do it themselves.
     """
 
     project_dir: str | None = None
@@ -24,6 +28,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    save_on_signal: str | Sequence[str] = field(default=(), kw_only=True)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set `project_dir`, and `logging_dir` too where none is set yet."""
@@ -37,4 +42,8 @@ class ProjectConfiguration:
                 f"ProjectConfiguration(total_limit={self.total_limit}): at least one checkpoint must be kept. "
                 "Use None to keep all of them."
             )
+        if self.save_on_signal:
+            from hasten.settings.preemption import signal_names
+
+            self.save_on_signal = signal_names(self.save_on_signal)
         self.set_directories(self.project_dir)

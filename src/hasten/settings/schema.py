@@ -188,6 +188,8 @@ TABLE: tuple[Setting, ...] = (
     _fsdp("state_dict_type", "choice", "How a model is saved; default: sharded_state_dict (version 1: full_state_dict)",
           choices=("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
           old_values=(("1", "FULL_STATE_DICT"), ("3", "SHARDED_STATE_DICT"))),
+    _fsdp("sharded_save", "choice", "How sharded_state_dict is written: dcp loads on any number of processes; per_rank exchanges "
+          "nothing, and loads on the same number and mesh only", default="dcp", choices=("dcp", "per_rank")),
     _fsdp("cpu_ram_efficient_loading", "truth", "Only rank 0 reads a model's weights, the others get them from it",
           default=False),
     _fsdp("forward_prefetch", "amount", "Gather so many modules ahead in the forward pass; true: one", default=False, low=0),

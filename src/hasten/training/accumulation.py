@@ -20,6 +20,7 @@ class GradientState:
         sync_gradients: whether the present micro-batch completes its window, so that optimizers step.
         step: micro-batches since the start of the run, or since the end of the last loader.
         plugin_kwargs: the accumulation settings that differ from their defaults; may be changed at any time.
+        updates: steps of prepared optimizers since the start.
         micro_batches: micro-batches that have been counted since the start.
         window_start: how many of them were before the present window.
         running: how many `with accelerator.accumulate(...)` the program is in.
@@ -28,6 +29,7 @@ class GradientState:
 
     sync_gradients: bool
     step: int
+    updates: int
     micro_batches: int
     window_start: int
     running: int
@@ -39,7 +41,7 @@ class GradientState:
         self.__dict__ = CONTEXT.gradient_state
         if not self.initialized:
             self.__dict__.update(sync_gradients=True, step=0, plugin_kwargs={}, _is_xla_gradients_synced=False)
-            self.__dict__.update(micro_batches=0, window_start=0, running=0, local=0, _counted=0)
+            self.__dict__.update(updates=0, micro_batches=0, window_start=0, running=0, local=0, _counted=0)
         if gradient_accumulation_plugin is not None:
             self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +100,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if divide is not None:
             divide(self.optimizer)
 
+    @property
+    def owners(self) -> Mapping[Any, int]:
+        """Which rank along its axis owns a parameter, for optimizers that step over whole ones; else empty."""
+        return getattr(getattr(self.optimizer, "_steps_over", None), "owners", {})
+
+    def give(self, owners: Mapping[Any, int]) -> None:
+        """Let parameters have these owners from now on, who must have their state; all ranks must call it with the same.
+
+        Raises:
+            ValueError: the wrapped optimizer does not step over whole parameters.
+        """
+        give = getattr(getattr(self.optimizer, "_steps_over", None), "give", None)
+        if give is None:
+            raise ValueError(
+                f"This {type(self.optimizer).__name__} does not step over whole parameters that ranks own, as the one did whose "
+                "state is loaded: use the same class, and prepare it with its model."
+            )
+        give(owners)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the wrapped optimizer's state; tensors go to their parameters' devices."""
         self.optimizer.load_state_dict(state_dict)
@@ -108,6 +127,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Update the parameters if the accumulation window is complete, else do nothing."""
         if not self.gradient_state.sync_gradients:
             return None
+        self.gradient_state.updates += 1
         if self.before_step is not None:
             self.before_step(self)
         if self.scaler is None:

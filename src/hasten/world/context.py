@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from hasten.world.process import World
+
+
+class Watcher(Protocol):
+    """What is told whenever a loop asks a prepared loader for a batch."""
+
+    def watched(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of one pass over `loader`."""
+
+    def close(self) -> None:
+        """Watch no more."""
 
 
 class ActiveLoaders:
@@ -20,6 +30,7 @@ class ActiveLoaders:
         self._stack: list[weakref.ref[Any]] = []
         # Asked for in every step of a training loop: a weak reference, or NoneType, whose call gives None as quickly.
         self.innermost: Callable[[], Any] = type(None)
+        self.watcher: Watcher | None = None
 
     def push(self, loader: Any) -> None:
         """Note that an iteration of `loader` begins."""
@@ -42,7 +53,9 @@ class ActiveLoaders:
         return [loader for loader in (reference() for reference in self._stack) if loader is not None]
 
     def clear(self) -> None:
-        """Forget every loader."""
+        """Forget every loader, and who watches them."""
+        if self.watcher is not None:
+            self.watcher.close()
         self._become([])
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
@@ -63,6 +76,7 @@ class ProcessContext:
         self.accelerator_state: dict[str, Any] = {}
         self.gradient_state: dict[str, Any] = {}
         self.said: set[str] = set()
+        self.savings: weakref.WeakSet[Any] = weakref.WeakSet()  # in the background
 
     def reset(self) -> None:
         """Forget everything. The process group stays; `hasten.world.process.shutdown()` ends it."""

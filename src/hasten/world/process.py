@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -145,6 +145,13 @@ class World:
             machine=self.machine,
             forced_cpu=self.forced_cpu,
         )
+
+    def twin(self) -> World:
+        """The same processes in a group of their own, for what they exchange from host memory beside the rest; all call this."""
+        if self.group is None:
+            return self
+        group = torch_private.new_group(self.ranks, self.timeout, backend="gloo")
+        return replace(self, group=group, backend="gloo", attached={})
 
     def _new_group(self, whole: tuple[int, ...]) -> dist.ProcessGroup | None:
         if self.group is None:
