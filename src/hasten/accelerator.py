@@ -695,7 +695,7 @@ class Accelerator(ProcessView):
             blocking: False copies everything into the memory of the host, returns, and writes it in the background. One save is
                 under way at a time: the next one waits for it. What goes wrong is raised by `result()` of what is returned, or by
                 the next `save_state`, `load_state` or `end_training`.
-            save_model_func_kwargs: for sharded models, `use_dcp=False` writes one file of each process, and `use_dcp=True` folders of
+            save_model_func_kwargs: for sharded models, `use_dcp=False` writes one file of each process, `use_dcp=True` folders of
                 shards; by default what `sharded_save` of the plugin says.
 
         Returns:

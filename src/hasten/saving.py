@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.checkpoint import files, model, retention, sidecar, state, store
+from hasten.checkpoint.remote import RemoteFolder, fetched, is_remote, spool
 from hasten.checkpoint.state import Contents
 from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.collectives.together import together
@@ -48,7 +50,7 @@ def contents_of(session: Session) -> Contents:
 
 def save_state(
     session: Session, project: ProjectConfiguration, output_dir: PathLike | None, options: dict[str, Any]
-) -> Path | Saving:
+) -> Path | str | Saving:
     """Write a checkpoint; see `Accelerator.save_state`.
 
     Raises:
@@ -60,6 +62,10 @@ def save_state(
         logger.warning(
             "save_state() in the middle of an accumulation window: the gradients of its micro-batches so far are not part of a "
             "checkpoint, so a resumed run will differ. Save where `accelerator.sync_gradients` is true."
+        )
+    if project.save_on_each_node and is_remote(project.project_dir if output_dir is None else output_dir):
+        raise ValueError(
+            "save_on_each_node=True is for machines with disks of their own; a URL is one place for all of them."
         )
     for item in session.models:
         empty.check_values(session.engine.unwrap(item))
@@ -75,7 +81,8 @@ def save_state(
                 "save_state() needs a folder: pass `output_dir`, or let checkpoints be named automatically with "
                 "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
             )
-        saved = state.save(Path(output_dir).expanduser(), contents_of(session), session.world, **more)
+        folder = output_dir if is_remote(output_dir) else Path(output_dir).expanduser()
+        saved = state.save(folder, contents_of(session), session.world, **more)
         project.iteration += 1
         return _noted(session, saved)
     if output_dir is not None:
@@ -92,17 +99,23 @@ def save_state(
         if getattr(more.get("form"), "is_silent", False):
             project.iteration += 1  # the others have not heard of it, and go on to the next number
         raise
-    project.iteration = retention.number_of(saved if isinstance(saved, Path) else saved.path) + 1
+    project.iteration = retention.number_of(saved.path if hasattr(saved, "path") else saved) + 1
     return _noted(session, saved)
 
 
-def _noted(session: Session, saved: Path | Saving) -> Path | Saving:
-    if not isinstance(saved, Path):
-        session.saving = saved
+def _noted(session: Session, saved: Any) -> Path | str | Saving:
+    """What the user gets: a path, a URL, or the save in the background."""
+    if isinstance(saved, Path):
+        return saved
+    if isinstance(saved, RemoteFolder):
+        return str(saved)
+    if isinstance(saved.path, RemoteFolder):
+        saved.path = str(saved.path)
+    session.saving = saved
     return saved
 
 
-def save_preempted(session: Session, project: ProjectConfiguration) -> Path | Saving:
+def save_preempted(session: Session, project: ProjectConfiguration) -> Path | str | Saving:
     """Write a checkpoint because a signal has come; see `ProjectConfiguration.save_on_signal`."""
     try:
         settle(session)
@@ -155,7 +168,18 @@ def load_state(
         ValueError: there is no such checkpoint, or none is named.
     """
     settle(session)
-    folder = _choose(session, project, input_dir, checksums, fallback)
+    with _chosen(session, project, input_dir, checksums, fallback) as folder:
+        _restore(session, project, folder, load_kwargs, model_kwargs)
+
+
+def _restore(
+    session: Session,
+    project: ProjectConfiguration,
+    folder: Path,
+    load_kwargs: dict[str, Any] | None,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Restore a checkpoint that is on this machine."""
     if not session.gradients.sync_gradients:  # the window that is left behind must not add to the one that comes
         for optimizer in session.optimizers:
             optimizer.optimizer.zero_grad()
@@ -182,13 +206,37 @@ def load_state(
         restore()
 
 
-def _choose(
+@contextmanager
+def _chosen(
     session: Session, project: ProjectConfiguration, input_dir: PathLike | None, checksums: bool, fallback: bool
-) -> Path:
-    """The checkpoint that is meant; with `checksums` one whose files have theirs, on every rank."""
+) -> Iterator[Path]:
+    """The checkpoint that is meant; with `checksums` one whose files have theirs, on every rank. From a URL it is fetched."""
+    for folder in _offered(session, project, input_dir, fallback):
+        with _here(folder, session) as local:
+            problem = _damage(session, local) if checksums else None
+            if problem is None:
+                yield local
+                return
+        if not fallback:
+            raise RuntimeError(problem)
+        logger.warning("%s Taking the one before.", problem)
+    raise AssertionError("whoever offers says that there are no more")
+
+
+def _here(folder: Path | RemoteFolder, session: Session) -> AbstractContextManager[Path]:
+    if isinstance(folder, Path):
+        return nullcontext(folder)
+    return fetched(folder, lambda name: state.concerns(name, session.world.rank), session.world.patience)
+
+
+def _offered(
+    session: Session, project: ProjectConfiguration, input_dir: PathLike | None, fallback: bool
+) -> Iterator[Any]:
+    """The checkpoint that is named, or the complete ones, the newest first."""
+    base: Any
     if input_dir is not None and (os.fspath(input_dir) != LATEST or Path(input_dir).is_dir()):
-        folder = Path(input_dir).expanduser()
-        if not folder.is_dir():
+        folder: Any = RemoteFolder(os.fspath(input_dir)) if is_remote(input_dir) else Path(input_dir).expanduser()
+        if isinstance(folder, Path) and not folder.is_dir():
             raise ValueError(f"Tried to find {folder} but folder does not exist")
         if fallback:
             raise ValueError(
@@ -201,17 +249,10 @@ def _choose(
         offered = retention.complete(base)
     else:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    for folder in _same_on_all(session, offered, base) if session.engine.divides_state else offered:
-        problem = _damage(session, folder) if checksums else None
-        if problem is None:
-            return folder
-        if not fallback:
-            raise RuntimeError(problem)
-        logger.warning("%s Taking the one before.", problem)
-    raise AssertionError("whoever offers says that there are no more")
+    return _same_on_all(session, offered, base) if session.engine.divides_state else offered
 
 
-def _same_on_all(session: Session, offered: Iterator[Path], base: Path) -> Iterator[Path]:
+def _same_on_all(session: Session, offered: Iterator[Any], base: Any) -> Iterator[Any]:
     """What the main process is offered, when all are here: before, a checkpoint may wait for files of those that still save.
 
     Args:
@@ -224,13 +265,14 @@ def _same_on_all(session: Session, offered: Iterator[Path], base: Path) -> Itera
         told: list[Any] = [None]
         if session.world.is_main:
             try:
-                told = [os.path.relpath(store.resolve(next(offered)), base)]
+                folder = next(offered)
+                told = [str(folder) if isinstance(base, RemoteFolder) else os.path.relpath(store.resolve(folder), base)]
             except (ValueError, RuntimeError) as error:
                 told = [type(error)(str(error))]
         broadcast_object_list(told, world=session.world)
         if isinstance(told[0], Exception):
             raise told[0]
-        yield base / told[0]
+        yield RemoteFolder(told[0]) if isinstance(base, RemoteFolder) else base / told[0]
 
 
 def _damage(session: Session, folder: Path) -> str | None:
@@ -264,6 +306,9 @@ def save_model(
     session: Session, item: Any, folder: PathLike, max_shard_size: int | str, safe: bool, each_node: bool
 ) -> None:
     """Write a model's weights; see `Accelerator.save_model`."""
+    if is_remote(folder):
+        _send_model(session, item, RemoteFolder(os.fspath(folder)), max_shard_size, safe)
+        return
     if session.engine.divides_state:
         from hasten.checkpoint import by_name
 
@@ -275,17 +320,40 @@ def save_model(
     model.save_model(whole, folder, max_shard_size, safe, save_on_each_node=each_node, world=session.world)
 
 
+def _send_model(session: Session, item: Any, remote: RemoteFolder, max_shard_size: int | str, safe: bool) -> None:
+    """Write a model's weights to a URL; what is there is replaced file by file, the index last."""
+    local = spool(remote.url)
+    save_model(session, item, local, max_shard_size, safe, each_node=False)
+    if session.world.is_main:
+        names = sorted(os.listdir(local), key=lambda name: name.endswith(".json"))
+        try:
+            remote.send(local, names)
+            family = model.family_of(safe)
+            remote.remove([name for name in remote.files() if family.has(name) and name not in names])
+        finally:
+            shutil.rmtree(local, ignore_errors=True)
+
+
 def save(session: Session, obj: Any, file: Any, safe: bool, each_node: bool) -> None:
     """Write one object; see `Accelerator.save`."""
+    if is_remote(file):
+        remote = RemoteFolder(os.fspath(file))
+        local = spool(remote.url)
+        local.parent.mkdir(parents=True, exist_ok=True)
+        files.save(obj, local, safe_serialization=safe, world=session.world)
+        if session.world.is_main:
+            remote.parent.send(local.parent, [local.name])
+            local.unlink()
+        return
     files.save(obj, file, save_on_each_node=each_node, safe_serialization=safe, world=session.world)
 
 
-def _project_dir(project: ProjectConfiguration) -> Path:
+def _project_dir(project: ProjectConfiguration) -> Any:
     if project.project_dir is None:
         raise ValueError(
             "Automatic checkpoint naming needs the folder of the run: pass `project_dir` to Accelerator or ProjectConfiguration."
         )
-    return Path(project.project_dir)
+    return RemoteFolder(project.project_dir) if is_remote(project.project_dir) else Path(project.project_dir)
 
 
 def _default_location(session: Session) -> str | None:

@@ -16,7 +16,7 @@ def base(request, tmp_path, monkeypatch):
     monkeypatch.setattr(remote.tempfile, "gettempdir", lambda: str(tmp_path / "spool"))
     (tmp_path / "spool").mkdir()
     fsspec.filesystem("memory").store.clear()
-    return "memory://bucket/run" if request.param == "memory" else f"file://{tmp_path}/there/run"
+    return f"memory://{tmp_path.name}/run" if request.param == "memory" else f"file://{tmp_path}/there/run"
 
 
 @pytest.mark.parametrize(

@@ -117,3 +117,20 @@ def test_a_fast_writer_waits_for_the_checksums(tmp_path, workers, monkeypatch):
         assert gate.is_set()
     opener.join()
     assert file.written.result() == expected(b"x" * 300_000, 100_000)
+
+
+def test_the_log_hears_of_what_takes_long(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stream, "BLOCK", 8)
+    monkeypatch.setattr(stream, "_TELL_S", 5.0)
+    now = iter([0.0, 1.0, 6.0, 7.0, 12.0])
+    monkeypatch.setattr(stream.time, "monotonic", lambda: next(now))
+    workers = Workers()
+    try:
+        with caplog.at_level("INFO", logger="hasten.weights.stream"):
+            write(tmp_path / "a", workers, [bytes(32)])
+    finally:
+        workers.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "0.0 GB written in 6 s, now a.",
+        "0.0 GB written in 12 s, now a.",
+    ]

@@ -130,6 +130,11 @@ def save_divided(
     sharded.gather_for(what, (held[key] for key in order), use, keeps, world)
 
 
+def family_of(safe_serialization: bool) -> Any:
+    """The names of the files in one of the two formats."""
+    return SAFE_WEIGHTS if safe_serialization else WEIGHTS
+
+
 def _with_ties(layout: Layout, others: Mapping[str, str]) -> Layout:
     """Further names of tensors come into the file where the tensor is."""
     files = {

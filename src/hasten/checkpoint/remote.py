@@ -25,6 +25,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _AT_ONCE = 4  # files on their way
 _FETCHED = ".fetched"
 _USER = "user-"
+_SENDING = ".hasten_sending"  # in a folder that is no checkpoint yet; one without it and a manifest is somebody else's
 
 
 def is_remote(path: Any) -> bool:
@@ -61,6 +62,14 @@ class RemoteFolder:
     def name(self) -> str:
         """The last part of the URL."""
         return self._root.rpartition("/")[2]
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    @property
+    def parent(self) -> RemoteFolder:
+        """The folder around it."""
+        return RemoteFolder(self.url.rstrip("/").rpartition("/")[0])
 
     def __truediv__(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
@@ -119,6 +128,26 @@ class RemoteFolder:
             return not self.problems()
         except RuntimeError:
             return False
+
+    def with_name(self, name: str) -> RemoteFolder:
+        """The folder of another name beside this one."""
+        return RemoteFolder(f"{self.url.rstrip('/').rpartition('/')[0]}/{name}")
+
+    def withdraw(self) -> set[str]:
+        """Make what is there no checkpoint any more, before it is replaced; returns the names of its files."""
+        try:
+            manifest = self.manifest()
+        except RuntimeError:
+            manifest = None
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(f"{self._root}/{_SENDING}", b"not complete before the manifest is there")
+        self.remove([MANIFEST])
+        return set() if manifest is None else set(manifest.files)
+
+    def seal(self, local: Path) -> None:
+        """Send the manifest: what is there is a checkpoint from then on."""
+        self.send(local, [MANIFEST])
+        self.remove([_SENDING])
 
     def send(self, local: Path, names: Iterable[str]) -> None:
         """Send files of a local folder; what is there under these names is replaced.
@@ -192,7 +221,7 @@ def fetched(folder: RemoteFolder, concerns: Callable[[str], bool], patience: tim
     sizes = folder.files()
     if not sizes:
         raise ValueError(f"Tried to find {folder} but folder does not exist")
-    if manifest is not None and (problems := folder.problems()):
+    if (manifest is not None or _SENDING in sizes) and (problems := folder.problems()):
         raise RuntimeError(f"The checkpoint {folder} is damaged: {'; '.join(problems)}. Load another one.")
     identity = "plain" if manifest is None else manifest.identity
     digest = hashlib.blake2b(f"{folder.url} {identity}".encode(), digest_size=8).hexdigest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.checkpoint import commit, sidecar, state, store
-from hasten.checkpoint.background import Saving
+from hasten.checkpoint.remote import RemoteFolder
 from hasten.checkpoint.state import Contents
 from hasten.world.process import World
 
@@ -22,13 +22,20 @@ _REMOVED = ".removed"
 _LOOKED_AT = 3
 
 
-def folder_of_all(project_dir: str | Path) -> Path:
+Folder = Any  # a Path or a RemoteFolder
+
+
+def folder_of_all(project_dir: str | Path | RemoteFolder) -> Folder:
     """Where the automatically named checkpoints of a project are."""
-    return Path(project_dir).expanduser() / "checkpoints"
+    base = project_dir if isinstance(project_dir, RemoteFolder) else Path(project_dir).expanduser()
+    return base / "checkpoints"
 
 
-def numbered(folder: Path) -> dict[int, Path]:
+def numbered(folder: Folder) -> dict[int, Folder]:
     """The folders `checkpoint_{n}` by number, in the order of the numbers. What is complete is not asked."""
+    if isinstance(folder, RemoteFolder):
+        names = {int(match[1]): name for name in folder.children() if (match := _NAME.fullmatch(name))}
+        return {number: folder / names[number] for number in sorted(names)}
     if not folder.is_dir():
         return {}
     found = {
@@ -37,7 +44,7 @@ def numbered(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def complete(folder: Path) -> Iterator[Path]:
+def complete(folder: Folder) -> Iterator[Folder]:
     """The complete checkpoints, the highest number first; says which ones it leaves out.
 
     Raises:
@@ -51,7 +58,7 @@ def complete(folder: Path) -> Iterator[Path]:
     raise ValueError(f"There is no complete checkpoint in {folder}. Save one first, or pass `input_dir`.")
 
 
-def newest(folder: Path) -> Path:
+def newest(folder: Folder) -> Folder:
     """The complete checkpoint with the highest number.
 
     Raises:
@@ -60,7 +67,7 @@ def newest(folder: Path) -> Path:
     return next(complete(folder))
 
 
-def check_free(path: Path) -> None:
+def check_free(path: Folder) -> None:
     """Check that no checkpoint is in the way of a new one, and that the first one of a run does not come after others.
 
     `load_state` would take the others, and `total_limit` this one.
@@ -68,9 +75,11 @@ def check_free(path: Path) -> None:
     Raises:
         ValueError: there is one.
     """
-    following = next_iteration(path.parent)
-    if path.exists() or (number_of(path) == 0 and following > 0):
-        there = path if path.exists() else numbered(path.parent)[following - 1]
+    others = numbered(path.parent)
+    following = max(others, default=-1) + 1
+    taken = number_of(path) in others if isinstance(path, RemoteFolder) else path.exists()
+    if taken or (number_of(path) == 0 and following > 0):
+        there = path if taken else others[following - 1]
         raise ValueError(
             f"Checkpoint directory {there} already exists, of an earlier run. To go on from it, call `load_state()` first, which "
             "also sets the next number. To begin anew, choose another `project_dir`, or set the number: "
@@ -78,19 +87,19 @@ def check_free(path: Path) -> None:
         )
 
 
-def next_iteration(folder: Path) -> int:
+def next_iteration(folder: Folder) -> int:
     """The first number after all that are there, so that nothing is in the way and the next checkpoint is the newest."""
     return max(numbered(folder), default=-1) + 1
 
 
-def number_of(path: Path) -> int:
+def number_of(path: Folder) -> int:
     """The number of an automatically named checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
 
-def prune(newest: Path, total_limit: int) -> list[Path]:
+def prune(newest: Folder, total_limit: int) -> list[Folder]:
     """Remove the oldest complete checkpoints beside the one that has just been saved, until `total_limit` are left.
 
     Incomplete ones are neither counted nor removed. Returns what was removed.
@@ -98,6 +107,11 @@ def prune(newest: Path, total_limit: int) -> list[Path]:
     others = [path for path in numbered(newest.parent).values() if path != newest and store.is_complete(path)]
     kept = len(others) + store.is_complete(newest)  # it may wait for other processes to commit their files
     surplus = others[: max(0, kept - total_limit)]
+    if isinstance(newest, RemoteFolder):
+        for path in surplus:
+            path.remove_all()
+            logger.info("Removed %s: at most %d checkpoints are kept.", path, total_limit)
+        return surplus
     if surplus:
         for path in (*others[len(surplus) :], newest):
             sidecar.make_durable(path)
@@ -130,8 +144,13 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def save_numbered(
-    project_dir: str | Path, iteration: int, total_limit: int | None, contents: Contents, world: World, **options: Any
-) -> Path | Saving:
+    project_dir: str | Path | RemoteFolder,
+    iteration: int,
+    total_limit: int | None,
+    contents: Contents,
+    world: World,
+    **options: Any,
+) -> Any:
     """Save as `project_dir/checkpoints/checkpoint_{iteration}`, then remove the oldest ones beyond `total_limit`.
 
     Args:
@@ -141,7 +160,7 @@ def save_numbered(
         contents, world, options: as in `state.save`.
 
     Returns:
-        The checkpoint's folder, whose number `number_of` tells; in the background the save.
+        The checkpoint's folder (a `RemoteFolder` behind a URL), whose number `number_of` tells; in the background the save.
 
     Raises:
         ValueError: the number is taken.
@@ -149,8 +168,9 @@ def save_numbered(
     """
     folder = folder_of_all(project_dir)
 
-    def tidy(saved: Path) -> None:
-        remove_unfinished(folder)
+    def tidy(saved: Folder) -> None:
+        if not isinstance(saved, RemoteFolder):
+            remove_unfinished(folder)
         if total_limit is not None:
             prune(saved, total_limit)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from hasten.checkpoint import commit, sidecar
 from hasten.checkpoint.leftovers import open_temporary
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.checkpoint.meeting import Meeting
+from hasten.checkpoint.remote import RemoteFolder
 from hasten.weights.stream import Written
 from hasten.weights.write import FolderWriter
 from hasten.world.process import World
@@ -32,19 +33,28 @@ class Transaction:
         leads: whether this process puts the folder in place: the main process does, and the first one of a machine that has a
             disk of its own.
         is_main: whether this is the main process.
+        remote: the folder behind a URL that gets the files, if that is what is written; `target` is only a name then.
 
     The process that leads calls each of `before_commit` with the temporary folder when all files are there, and each of
     `after_commit` with the final one.
     """
 
-    def __init__(self, target: Path, temporary: Path, leads: bool, is_main: bool) -> None:
+    def __init__(
+        self, target: Path, temporary: Path, leads: bool, is_main: bool, remote: RemoteFolder | None = None
+    ) -> None:
         self.target = target
+        self.remote = remote
         self.temporary = temporary
         self.leads = leads
         self.is_main = is_main
         self.writer = FolderWriter(temporary)
         self.before_commit: list[Callable[[Path], object]] = []
-        self.after_commit: list[Callable[[Path], object]] = []
+        self.after_commit: list[Callable[[Any], object]] = []
+
+    @property
+    def place(self) -> Any:
+        """Where the files are at the end: the target, or the folder behind the URL."""
+        return self.target if self.remote is None else self.remote
 
 
 class Role(Protocol):
@@ -60,18 +70,25 @@ class Role(Protocol):
 class Alone:
     """The only process."""
 
-    def __init__(self, target: Path, is_stale: Callable[[str], bool], check: Callable[[Path], object]) -> None:
+    def __init__(
+        self,
+        target: Path,
+        is_stale: Callable[[str], bool],
+        check: Callable[[Any], object],
+        remote: RemoteFolder | None = None,
+    ) -> None:
         self.is_stale = is_stale
-        check(target)
-        self.transaction = Transaction(target, open_temporary(target), leads=True, is_main=True)
+        check(remote or target)
+        self.transaction = Transaction(target, open_temporary(target), leads=True, is_main=True, remote=remote)
 
     def end(self, error: BaseException | None) -> None:
         """Finish the save; see `Role`."""
         if error is not None:
             discard(self.transaction)
             return
-        with discarding(self.transaction):
-            _put_in_place(self.transaction, self.transaction.writer.written, self.is_stale, 1, [0])
+        written, always = self.transaction.writer.written, self.transaction.remote is not None
+        with discarding(self.transaction, always), sending(self.transaction, self.is_stale) as files:
+            files |= _put_in_place(self.transaction, written, self.is_stale, 1, [0])
         afterwards(self.transaction)
 
 
@@ -79,19 +96,25 @@ class Main:
     """The main process of several."""
 
     def __init__(
-        self, target: Path, is_stale: Callable[[str], bool], check: Callable[[Path], object], world: World, label: str
+        self,
+        target: Path,
+        is_stale: Callable[[str], bool],
+        check: Callable[[Any], object],
+        world: World,
+        label: str,
+        remote: RemoteFolder | None = None,
     ) -> None:
         self.is_stale = is_stale
         self.world = world
         self.meeting = Meeting(world)
         try:
-            check(target)
+            check(remote or target)
             temporary = open_temporary(target)
         except Exception as error:
             self.meeting.open({"label": label, "error": _told(0, error)})
             self.meeting.close(_told(0, error))
             raise
-        self.transaction = Transaction(target, temporary, leads=True, is_main=True)
+        self.transaction = Transaction(target, temporary, leads=True, is_main=True, remote=remote)
         self.meeting.open({"label": label, "target": str(target), "temporary": str(temporary)})
 
     def end(self, error: BaseException | None) -> None:
@@ -108,10 +131,12 @@ class Main:
                 self.meeting.go(None)
                 discard(self.transaction)
             self.meeting.close(problem)
+        if self.transaction.remote is not None:
+            discard(self.transaction)
         if problem is None:
             afterwards(self.transaction)
         elif error is None:
-            raise RuntimeError(_given_up(self.transaction.target, problem))
+            raise RuntimeError(_given_up(self.transaction.place, problem))
 
     def _finish(self) -> str | None:
         others = self.meeting.assemble()
@@ -119,22 +144,37 @@ class Main:
         for rank in others:
             if reports[rank]["error"] is not None:
                 return str(reports[rank]["error"])
-        self.meeting.go(others)
-        files = dict(self.transaction.writer.written)
-        for report in reports.values():
-            if report["disk"] == 0:
-                files.update(_files(report))
-        _put_in_place(self.transaction, files, self.is_stale, self.world.size, [0, *others])
-        disks = sorted({report["disk"] for report in reports.values()} - {0})
-        return next((error for error in self.meeting.placed(disks).values() if error is not None), None)
+        ranks = [0, *others]
+        with sending(self.transaction, self.is_stale, self.world.size, ranks) as sent:
+            self.meeting.go(others)
+            files = dict(self.transaction.writer.written)
+            for report in reports.values():
+                if report["disk"] == 0:
+                    files.update(_files(report))
+                else:
+                    sent |= _files(report)
+            sent |= _put_in_place(self.transaction, files, self.is_stale, self.world.size, ranks)
+            disks = sorted({report["disk"] for report in reports.values()} - {0})
+            problem = next((error for error in self.meeting.placed(disks).values() if error is not None), None)
+            if problem is not None:
+                sent.clear()
+        return problem
 
 
 class Member:
     """One of the others."""
 
-    def __init__(self, target: Path, is_stale: Callable[[str], bool], world: World, label: str) -> None:
+    def __init__(
+        self,
+        target: Path,
+        is_stale: Callable[[str], bool],
+        world: World,
+        label: str,
+        remote: RemoteFolder | None = None,
+    ) -> None:
         self.is_stale = is_stale
         self.world = world
+        self.remote = remote
         self.meeting = Meeting(world)
         record, self.in_time = self.meeting.join(label)
         if "error" in record:
@@ -144,6 +184,7 @@ class Member:
             main = Path(record["target"])
             if record["label"] == label:  # where folders are numbered, the number of the main process counts
                 target = target.with_name(main.name)
+                self.remote = remote and remote.with_name(main.name)
             self.transaction = self._begin(target, main, Path(record["temporary"]))
         except BaseException as error:
             if self.in_time:
@@ -158,15 +199,16 @@ class Member:
             logger.info("Rank %d: the main process has saved %s alone; adding to it.", self.world.rank, target)
             commit.make_folder(target)
             leads = self.world.is_local_main and not _sees(main)
-            return Transaction(target, open_temporary(target), leads=leads, is_main=False)
+            return Transaction(target, open_temporary(target), leads=leads, is_main=False, remote=self.remote)
         if _sees(temporary):
-            return Transaction(target, temporary, leads=False, is_main=False)
+            return Transaction(target, temporary, leads=False, is_main=False, remote=self.remote)
         if self.meeting.is_given_up():  # the folder is not elsewhere, but gone
             raise RuntimeError(_given_up(target, str(self.meeting.result())))
         self.disk = self.world.rank - self.world.local_rank
         if self.disk != self.world.rank:
-            return Transaction(target, Path(self.meeting.disk_of(self.disk)), leads=False, is_main=False)
-        opened = Transaction(target, open_temporary(target), leads=True, is_main=False)
+            disk = Path(self.meeting.disk_of(self.disk))
+            return Transaction(target, disk, leads=False, is_main=False, remote=self.remote)
+        opened = Transaction(target, open_temporary(target), leads=True, is_main=False, remote=self.remote)
         self.meeting.announce_disk(str(opened.temporary))
         return opened
 
@@ -182,8 +224,8 @@ class Member:
             self._place()
         result = self.meeting.result()
         if result is not None and error is None:
-            raise RuntimeError(_given_up(self.transaction.target, result))
-        if self.transaction.leads and result is None:
+            raise RuntimeError(_given_up(self.transaction.place, result))
+        if self.transaction.leads and result is None and self.transaction.remote is None:
             afterwards(self.transaction)
 
     def _report(self, error: BaseException | None) -> None:
@@ -202,7 +244,7 @@ class Member:
                 reports = self.meeting.reports([rank for rank in present if rank in machine])
                 files = {name: file for report in reports.values() for name, file in _files(report).items()}
                 _put_in_place(self.transaction, files, self.is_stale, self.world.size, list(reports))
-            else:
+            if present is None or self.transaction.remote is not None:
                 discard(self.transaction)
         except Exception as failure:
             error = failure
@@ -213,6 +255,9 @@ class Member:
         """Move files into a folder that is in its place already, each one whole."""
         temporary, target = self.transaction.temporary, self.transaction.target
         with discarding(self.transaction, always=True):
+            if self.transaction.remote is not None:
+                self.transaction.remote.send(temporary, _names(temporary) if error is None else [])
+                return
             for name in _names(temporary) if error is None else []:
                 commit.make_folder((target / name).parent)
                 os.replace(temporary / name, target / name)
@@ -229,25 +274,52 @@ def _sees(folder: Path) -> bool:
 
 def _put_in_place(
     transaction: Transaction, files: Files, is_stale: Callable[[str], bool], world_size: int, ranks: list[int]
-) -> None:
+) -> Files:
+    """Put the files in their places; to a URL they are sent, and the manifest waits for those of other disks."""
     temporary, target = transaction.temporary, transaction.target
     for action in transaction.before_commit:
         action(temporary)
     manifest = Manifest(completed(temporary, files), world_size, tuple(ranks))
+    if transaction.remote is not None:
+        transaction.remote.send(temporary, manifest.files)
+        return manifest.files
     commit.write_durably(temporary / MANIFEST, manifest.text())
     for folder, _, _ in os.walk(temporary, topdown=False):
         commit.sync_folder(Path(folder))
     stale = sorted(set(_replaced(target, is_stale)) - manifest.files.keys())
     commit.put_in_place(temporary, target, [*sorted(manifest.files), MANIFEST], stale)
+    return manifest.files
+
+
+@contextmanager
+def sending(
+    transaction: Transaction, is_stale: Callable[[str], bool], world_size: int = 1, ranks: Sequence[int] = (0,)
+) -> Iterator[Files]:
+    """Around the sending of files to a URL: until its end what is there is no checkpoint. Gives a place to list the files in."""
+    remote, files = transaction.remote, Files()
+    if remote is None:
+        yield files
+        return
+    before = remote.withdraw()
+    yield files
+    if not files:  # some are missing
+        return
+    manifest = Manifest(files, world_size, tuple(ranks))
+    (transaction.temporary / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+    remote.seal(transaction.temporary)
+    there = remote.files()
+    remote.remove(
+        [name for name in there if name not in files and name != MANIFEST and (name in before or is_stale(name))]
+    )
 
 
 def afterwards(transaction: Transaction) -> None:
     """Do what is to be done when the folder is in its place; a failure of that is no failure of the save."""
     for action in transaction.after_commit:
         try:
-            action(transaction.target)
+            action(transaction.place)
         except OSError as error:
-            logger.warning("%s is saved, but tidying up after it failed: %s", transaction.target, error)
+            logger.warning("%s is saved, but tidying up after it failed: %s", transaction.place, error)
 
 
 def completed(temporary: Path, files: Files) -> Files:
@@ -304,6 +376,10 @@ def _told(rank: int, error: BaseException) -> str:
     return f"rank {rank} failed with {type(error).__name__}: {error}"
 
 
-def _given_up(target: Path, problem: str) -> str:
-    kept = "" if commit.is_interrupted(target) else " What was there before is still there."
+def _given_up(target: Any, problem: str) -> str:
+    kept = (
+        ""
+        if isinstance(target, RemoteFolder) or commit.is_interrupted(target)
+        else " What was there before is still there."
+    )
     return f"{target} was not saved: {problem}.{kept}"

@@ -81,7 +81,7 @@ def save(
     check: Callable[[Path], object] = lambda folder: None,
     after_commit: Callable[[Path], object] = lambda folder: None,
     blocking: bool = True,
-) -> Path | Saving:
+) -> Any:
     """Write a checkpoint as one transaction; a crash at any moment leaves the old content of the folder or the new one.
 
     Call it on every process, or on the main process alone: then the random states and loader positions of the others are not in it.
@@ -102,7 +102,7 @@ def save(
         blocking: False copies everything into the memory of the host and writes it in the background.
 
     Returns:
-        The folder; in the background the save that is under way.
+        The folder (a `RemoteFolder` behind a URL); in the background the save that is under way.
 
     Raises:
         OSError: this process could not write.
@@ -123,15 +123,15 @@ def save(
             picture = _divided_picture(writing, contents, world, shared, form, hooks)
         if blocking:
             _write(writing, picture, world, form, safe_serialization)
-            return writing.target
-        picture, form, world = _staged(picture, form, world, f"{writing.target} was not saved")
+            return writing.place
+        picture, form, world = _staged(picture, form, world, f"{writing.place} was not saved")
         opened = stack.pop_all()
 
     def finish() -> None:
         with opened:
             _write(writing, picture, world, form, safe_serialization)
 
-    return Saving(writing.target, finish)
+    return Saving(writing.place, finish)
 
 
 def load(
@@ -290,6 +290,11 @@ def is_state_file(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
+def concerns(name: str, rank: int) -> bool:
+    """Whether a process reads a file of a checkpoint."""
+    return not _is_of_another_rank(name, rank)
+
+
 def _is_of_another_rank(name: str, rank: int) -> bool:
     """Whether only another process reads this file: a thousand processes need not check a thousand such files each."""
     match = re.fullmatch(r"random_states_(\d+)\.pkl|.*_rank(\d+)\.bin", name)
@@ -361,7 +366,7 @@ def _divided_picture(
         for hook in hooks:
             hook(models, weights, str(writing.temporary))
 
-    what = f"{writing.target} was not saved"
+    what = f"{writing.place} was not saved"
     if form is sharded.Form.RANKS:
         prepare()
     else:

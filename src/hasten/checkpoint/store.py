@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hasten.checkpoint import commit, per_rank, roles, sidecar
 from hasten.checkpoint.manifest import MANIFEST, Manifest
+from hasten.checkpoint.remote import RemoteFolder, is_remote, spool
 from hasten.world.process import World
 
 
@@ -20,7 +22,7 @@ def transaction(
     *,
     label: str | None = None,
     is_stale: Callable[[str], bool] = lambda name: False,
-    check: Callable[[Path], object] = lambda folder: None,
+    check: Callable[[Any], object] = lambda folder: None,
     topology: sidecar.Topology | None = None,
 ) -> Iterator[roles.Transaction]:
     """Write a folder so that a crash at any moment leaves its old content or the new one, whole.
@@ -29,7 +31,8 @@ def transaction(
     left the body. Files that are in `folder` already and do not belong to an earlier transaction stay.
 
     Args:
-        folder: what to write; it is made, with the folders above it.
+        folder: what to write; it is made, with the folders above it. Behind a URL (see `remote`) the files are sent when all have
+            left the body; what was there before is no checkpoint from then on, and the new one is when all are there.
         world: the processes.
         label: by what the processes recognise that they write the same thing; by default the folder's name as it is given.
         is_stale: of the files in `folder` that no manifest lists, which ones the new content replaces even if it has no such name.
@@ -41,17 +44,23 @@ def transaction(
         OSError: this process could not write, or the main process could not put the folder in place.
         RuntimeError: another process failed; the message names it. The old content is still there.
     """
-    target = Path(folder).expanduser()
-    label = os.path.normpath(target) if label is None else label
+    remote = RemoteFolder(os.fspath(folder)) if is_remote(folder) else None
+    target = Path(folder).expanduser() if remote is None else spool(remote.url)
+    label = (os.path.normpath(target) if remote is None else remote.url) if label is None else label
     role: roles.Role
     if topology is not None:
+        if remote is not None:
+            raise NotImplementedError(
+                f"{remote}: saves of which each process commits its own files (sharded_save='per_rank') need a folder on a disk, "
+                "not one behind a URL. Use sharded_save='dcp', or a folder."
+            )
         role = per_rank.Own(target.absolute(), world, check, topology)
     elif world.size == 1 or world.group is None:
-        role = roles.Alone(target.absolute(), is_stale, check)
+        role = roles.Alone(target.absolute(), is_stale, check, remote)
     elif world.is_main:
-        role = roles.Main(target.absolute(), is_stale, check, world, label)
+        role = roles.Main(target.absolute(), is_stale, check, world, label, remote)
     else:
-        role = roles.Member(target.absolute(), is_stale, world, label)
+        role = roles.Member(target.absolute(), is_stale, world, label, remote)
     try:
         with role.transaction.writer:
             yield role.transaction
@@ -61,8 +70,10 @@ def transaction(
     role.end(None)
 
 
-def is_complete(folder: str | os.PathLike[str]) -> bool:
+def is_complete(folder: str | os.PathLike[str] | RemoteFolder) -> bool:
     """Whether a folder holds a whole checkpoint. One without a manifest, as the reference writes, counts if it holds files."""
+    if isinstance(folder, RemoteFolder):
+        return folder.is_complete()
     folder = Path(folder)
     if not folder.is_dir():
         return False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import os
+import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +17,12 @@ import torch
 
 from hasten.weights.memory import bytes_of
 
+_logger = logging.getLogger(__name__)
+
 BLOCK = 16 << 20  # bytes under one checksum: several threads can share the work, and damage is located
 _AHEAD = 16  # blocks that may wait for their checksum
 _SYNC_EVERY = 4  # blocks
+_TELL_S = 10.0  # between two lines of the log about a long save
 _SMALL = 1 << 16  # below this, collecting the bytes costs less than a call of the operating system for each piece
 
 
@@ -36,6 +41,16 @@ class Workers:
         # Checksums are computed at about the speed of a disk, so a core of their own must be left to the writer.
         self.sums = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) - 1)), "hasten-checksum")
         self.syncs = ThreadPoolExecutor(2, "hasten-fsync")
+        self._begin = self._told = time.monotonic()
+        self._bytes = 0
+
+    def wrote(self, count: int, path: Path) -> None:
+        """Note bytes that have been written; of what takes long, the log hears now and then."""
+        self._bytes += count
+        now = time.monotonic()
+        if now - self._told > _TELL_S:
+            self._told = now
+            _logger.info("%.1f GB written in %d s, now %s.", self._bytes / 1e9, now - self._begin, path.name)
 
     def close(self) -> None:
         """Wait for what runs, drop what does not, end the threads."""
@@ -58,6 +73,7 @@ class Stream:
     """
 
     def __init__(self, path: Path, workers: Workers, holding: Any = None, lean: bool = False) -> None:
+        self._path = path
         self._workers = workers
         self._holding = holding
         self._lean = lean
@@ -150,6 +166,7 @@ class Stream:
             # The pieces that wait for their checksum are in memory: a writer that is faster must wait for them.
             self._sums[-_AHEAD].result()
         self._sums.append(self._workers.sums.submit(_crc32, self._parts))
+        self._workers.wrote(self._filled, self._path)
         self._parts, self._filled = [], 0
         if len(self._sums) % _SYNC_EVERY == 0 and all(future.done() for future in self._syncs):
             # The disk shall work while there is more to write.
