@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hasten.checkpoint import by_name
-from hasten.checkpoint.sources import open_source
+from hasten.checkpoint.sources import look
 
 
 def tied() -> nn.Module:
@@ -40,7 +40,7 @@ def test_a_tensor_of_two_names_is_one():
 
 def saved(folder: Path, state: Any, kind: str = "optimizer") -> Any:
     torch.save(state, folder / ("optimizer.bin" if kind == "optimizer" else "pytorch_model_fsdp.bin"))
-    return open_source(folder, kind, 0, None, {})
+    return look(folder, [(kind, 0)], None)[0].open(None, {})
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.weight", "_fsdp_wrapped_module.1.weight"])

@@ -157,7 +157,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path, tensors):
     paths = [str(tmp_path / name) for name in ("small", "out", "large", "out2")]
     done = subprocess.run([sys.executable, "-c", PEAK, *paths], capture_output=True, text=True, check=True, timeout=120)
     # Columns come through a copy of one part; what is not checksummed yet is less than a block of 16 MiB, twice while it grows.
-    assert size / 2 < int(done.stdout) < 2 * size + (48 << 20)
+    assert size / 2 < int(done.stdout) < 2 * size + (64 << 20)
     found = safetensors.torch.load_file(tmp_path / "out2/model.safetensors")
     assert [(float(each.min()), float(each.max())) for _, each in sorted(found.items())] == [
         (float(name[1:]), float(name[1:])) for name in sorted(found)

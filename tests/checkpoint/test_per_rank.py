@@ -152,15 +152,14 @@ def exchanged(folder: str, optimizer: str, **settings: Any) -> dict[str, list[st
             action(*args)
             found[name] = watch.calls[start:]
 
-        for name in ("read_model", "read_optimizer"):
-            read = getattr(sharded, name)
+        read = sharded.read_all
 
-            def reading(*args: Any, read: Any = read, **kwargs: Any) -> None:
-                start = len(watch.calls)
-                read(*args, **kwargs)
-                found["reading"] += watch.calls[start:]
+        def reading(*args: Any, **kwargs: Any) -> None:
+            start = len(watch.calls)
+            read(*args, **kwargs)
+            found["reading"] += watch.calls[start:]
 
-            setattr(sharded, name, reading)
+        sharded.read_all = reading
         noted("first", run.accelerator.save_state, f"{folder}/0")
         noted("second", run.accelerator.save_state, f"{folder}/1")
         noted("load", run.accelerator.load_state, f"{folder}/1")

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hasten.checkpoint import dcp, sources
-from hasten.checkpoint.sources import MODEL, OPTIMIZER, find, open_source
+from hasten.checkpoint.sources import MODEL, OPTIMIZER, find, look
 from hasten.weights.write import FolderWriter
 from hasten.world import process
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def test_where_a_state_is_found(tmp_path):
 
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"optimizer_1\.bin and no folder optimizer_1"):
-        open_source(tmp_path, OPTIMIZER, 1, None, {})
+        look(tmp_path, [(OPTIMIZER, 1)], None)[0].open(None, {})
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -42,7 +42,7 @@ def test_folders_with_and_without_a_key_above(tmp_path, flat):
     state = {f"model.{name}": each for name, each in WHOLE.items()} if flat else {"model": WHOLE}
     with FolderWriter(tmp_path) as writer:
         dcp.write(writer, "pytorch_model_fsdp_0", state, {}, None)
-    source = open_source(tmp_path, MODEL, 0, None, {})
+    source = look(tmp_path, [(MODEL, 0)], None)[0].open(None, {})
     assert set(source.skeleton) == {"a", "b"}
     target = torch.zeros(5, 2)
     source.fill({("a",): target})
@@ -57,7 +57,7 @@ def sent(folder: str) -> tuple[list[bool], int]:
 
     world = process.start(cpu=True)
     place = Path(folder) if world.is_main else Path("/nowhere")
-    source = open_source(place, MODEL, 0, world, {})
+    source = look(place, [(MODEL, 0)], world)[0].open(world, {})
     target = distribute_tensor(torch.zeros(5, 2), init_device_mesh("cpu", (world.size,)), [Shard(0)])
     plain = torch.zeros((), dtype=torch.int64)
     largest = 0
@@ -89,7 +89,7 @@ def broken(folder: str) -> str:
     from pathlib import Path
 
     world = process.start(cpu=True)
-    source = open_source(Path(folder), MODEL, 0, world, {})
+    source = look(Path(folder), [(MODEL, 0)], world)[0].open(world, {})
     if world.is_main:
         Path(folder, "model.safetensors").write_bytes(b"x")
     with pytest.raises(RuntimeError) as error:

@@ -303,8 +303,8 @@ def read_model(
         FileNotFoundError: it holds none.
         RuntimeError: shapes differ, or names do under `strict`.
     """
-    source = sources.open_source(folder, MODEL, index, world, _options(load_kwargs))
-    return _together(source, world, lambda: by_name.load_model(model, source, strict))
+    (found,) = sources.look(folder, [(MODEL, index)], world)
+    return _read(found, world, load_kwargs, lambda source: by_name.load_model(model, source, strict))
 
 
 def read_optimizer(
@@ -316,15 +316,48 @@ def read_optimizer(
     load_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Read an optimizer's state and groups, as `read_model` does a model's."""
-    source = sources.open_source(folder, OPTIMIZER, index, world, _options(load_kwargs))
-    _together(source, world, lambda: by_name.load_optimizer(optimizer, models, source))
+    (found,) = sources.look(folder, [(OPTIMIZER, index)], world)
+    _read(found, world, load_kwargs, lambda source: by_name.load_optimizer(optimizer, models, source))
 
 
-def _together(source: Any, world: World | None, action: Callable[[], Any]) -> Any:
-    # What is compared is the same everywhere, so a source that sends tensors is not left by one process alone.
-    return (
-        action() if isinstance(source, sources.RankSource) else together(world, f"{source.path} was not loaded", action)
-    )
+def read_all(
+    folder: Path,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Any],
+    all_models: Sequence[torch.nn.Module],
+    world: World | None,
+    strict: bool = True,
+    load_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Read the states of models and optimizers as `read_model` and `read_optimizer` do, with fewer exchanges.
+
+    `all_models` have the parameters of the optimizers.
+    """
+    wanted = [(MODEL, index) for index in range(len(models))] + [(OPTIMIZER, index) for index in range(len(optimizers))]
+    found = sources.look(folder, wanted, world)
+    for model, place in zip(models, found, strict=False):
+        _read(place, world, None, lambda source, model=model: by_name.load_model(model, source, strict))  # type: ignore[misc]
+    for optimizer, place in zip(optimizers, found[len(models) :], strict=True):
+        _read(
+            place,
+            world,
+            load_kwargs,
+            lambda source, optimizer=optimizer: by_name.load_optimizer(optimizer, all_models, source),  # type: ignore[misc]
+        )
+
+
+def _read(
+    found: sources.Found, world: World | None, load_kwargs: Mapping[str, Any] | None, action: Callable[[Any], Any]
+) -> Any:
+    options = _options(load_kwargs)
+    if found.how == "own":
+        return action(found.open(world, options))
+    what = f"{found.path} was not loaded"
+    if found.how == "file":
+        # What is compared is the same everywhere, so a source that sends tensors is not left by one process alone.
+        source = found.open(world, options)
+        return together(world, what, lambda: action(source))
+    return together(world, what, lambda: action(found.open(world, options)))
 
 
 def _options(load_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -7,9 +7,10 @@ nothing is read that no one wants, and whole states are never in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from hasten.collectives.wire import wire_of
 from hasten.weights.safe_file import SafeFile
 from hasten.weights.torch_file import read_torch
 from hasten.world.process import World
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -242,51 +245,92 @@ def find(folder: Path, kind: str, index: int) -> tuple[str, Path] | None:
     return None
 
 
-def open_source(folder: Path, kind: str, index: int, world: World | None, options: Mapping[str, Any]) -> Source:
-    """Open what a checkpoint holds of a model or an optimizer; every process of the world calls it.
+@dataclass(frozen=True)
+class Found:
+    """How a checkpoint holds a model or an optimizer.
+
+    Args:
+        how: "file" of whole tensors, "folder" of shards, "ranks" for one file of each process, "own" for the same in a save that
+            each process has committed by itself.
+        path: where it is; for files of single processes that of this one.
+        kind: MODEL or OPTIMIZER.
+    """
+
+    how: str
+    path: Path
+    kind: str
+
+    def open(self, world: World | None, options: Mapping[str, Any]) -> Source:
+        """Open it; of a file the main process reads, and all processes call this.
+
+        Args:
+            world: the processes; None for this one alone.
+            options: arguments of `torch.load`.
+        """
+        if self.how == "file":
+            return FileSource(self.path, world, options)
+        return FolderSource(self.path, self.kind) if self.how == "folder" else RankSource(self.path, options)
+
+
+def look(folder: Path, wanted: Sequence[tuple[str, int]], world: World | None) -> list[Found]:
+    """Find what a checkpoint holds of models and optimizers; every process of the world calls it. One exchange.
 
     Nothing is exchanged for a save that each process has committed by itself: the folder's name tells what it is.
 
     Args:
         folder: the checkpoint.
-        kind: MODEL or OPTIMIZER.
-        index: its number.
-        world: the processes; None for this one alone.
-        options: arguments of `torch.load`.
+        wanted: MODEL or OPTIMIZER, and its number.
+        world: the processes, of which the main one looks; None for this one alone.
 
     Raises:
-        FileNotFoundError: there is nothing of it.
+        FileNotFoundError: there is nothing of one of them.
         ValueError: it was saved process by process, by another number of them.
     """
+    rank = 0 if world is None else world.rank
     if sidecar.is_save(folder):
-        return _own(folder, kind, index, 0 if world is None else world.rank, options)
-    alone = world is None or world.size == 1
-    told: list[Any] = [together(world, f"{folder} can not be read", lambda: _found(folder, kind, index, world))]
-    if not alone:
-        broadcast_object_list(told, world=world)
-    how, name = told[0]
-    path = folder / name
-    if how == "file":
-        return FileSource(path, world, options)
-    if how == "folder":
-        return together(world, f"{path} can not be read", lambda: FolderSource(path, kind))
-    own = path if world is None else path.with_name(rank_name(kind, index, world.rank))
-    return together(world, f"{path} can not be read", lambda: RankSource(own, options))
+        return [Found("own", _own(folder, kind, index, rank), kind) for kind, index in wanted]
+
+    def find_all() -> list[tuple[str, str]]:
+        return [_found(folder, kind, index, world) for kind, index in wanted]
+
+    told = find_all() if world is None or world.size == 1 else _from_main(find_all, folder, world)
+    found = []
+    for (kind, index), (how, name) in zip(wanted, told, strict=True):
+        path = folder / name
+        found.append(Found(how, path.with_name(rank_name(kind, index, rank)) if how == "ranks" else path, kind))
+    return found
 
 
-def _own(folder: Path, kind: str, index: int, rank: int, options: Mapping[str, Any]) -> RankSource:
+def _from_main(action: Callable[[], T], folder: Path, world: World) -> T:
+    """What an action gives on the main process, on every process."""
+    outcome: Any = None
+    error: Exception | None = None
+    if world.is_main:
+        try:
+            outcome = action()
+        except Exception as problem:
+            error = problem
+    told: list[Any] = [outcome, None if error is None else f"rank 0 failed with {type(error).__name__}: {error}"]
+    broadcast_object_list(told, world=world)
+    if error is not None:
+        raise error
+    if told[1] is not None:
+        raise RuntimeError(f"{folder} can not be read: {told[1]}")
+    result: T = told[0]
+    return result
+
+
+def _own(folder: Path, kind: str, index: int, rank: int) -> Path:
     path = folder / rank_name(kind, index, rank)
     if not path.exists():
         raise FileNotFoundError(
             f"{folder} holds no {kind} number {index}: there is no {path.name}. Prepare the same objects in the same order as when "
             "the checkpoint was saved."
         )
-    return RankSource(path, options)
+    return path
 
 
-def _found(folder: Path, kind: str, index: int, world: World | None) -> tuple[str, str] | None:
-    if world is not None and not world.is_main:
-        return None
+def _found(folder: Path, kind: str, index: int, world: World | None) -> tuple[str, str]:
     found = find(folder, kind, index)
     if found is None:
         missing = [name.format(f"_{index}" if index else "") for name in _NAMES[kind]]

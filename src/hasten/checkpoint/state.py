@@ -490,10 +490,7 @@ def _read_divided(
 ) -> None:
     from hasten.checkpoint import sharded
 
-    for index, model in enumerate(models):
-        sharded.read_model(folder, index, model, world, strict)
-    for index, optimizer in enumerate(contents.optimizers):
-        sharded.read_optimizer(folder, index, optimizer, contents.models, world, load_kwargs)
+    sharded.read_all(folder, models, contents.optimizers, contents.models, world, strict, load_kwargs)
 
 
 def _read_model(folder: Path, index: int, model: torch.nn.Module, device: Any, options: dict[str, Any]) -> None:
