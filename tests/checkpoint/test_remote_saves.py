@@ -115,7 +115,9 @@ def test_a_save_that_fails_is_no_checkpoint(base, monkeypatch):
     with pytest.raises(OSError, match="the network is gone"):
         one.save_state(f"{base}/ck")
     assert not RemoteFolder(f"{base}/ck").is_complete()
-    with pytest.raises(RuntimeError, match=r"is damaged: hasten_manifest\.json is missing: it is the last file to be sent"):
+    with pytest.raises(
+        RuntimeError, match=r"is damaged: hasten_manifest\.json is missing: it is the last file to be sent"
+    ):
         one.load_state(f"{base}/ck")
 
 
