@@ -169,6 +169,8 @@ class Preemption:
     def _leave(self, number: int) -> None:
         name = signal.Signals(number).name
         folder = self._save()
+        if self._world.size > 1:
+            self._world.barrier("save_on_signal")  # who leaves first may take away what the others still need to end the save
         if self._world.is_main:
             _logger.warning(
                 "%s has come after %d updates; saved in %s. Leaving with exit code %d, so that the job is started again.",

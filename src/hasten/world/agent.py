@@ -38,6 +38,8 @@ T = TypeVar("T")
 BACKENDS = {"static": "hasten-static", "c10d": "hasten-c10d"}  # torch's rendezvous, and the same with a notice board
 LOOK = 1.0  # seconds between two looks at the notice board
 _KEY = "hasten/ended"
+_SAVED = " have saved and left"
+_LEAVE = 30.0  # seconds that the processes of a machine may take to leave after those of another one have
 _WRITE = 5.0  # seconds that a notice may take, if the machine with the store does not answer
 
 
@@ -50,6 +52,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self.notice = ""
+        self._waits_until = 0.0
         self._backend = parameters.backend
         self._elastic = parameters.min_nodes != parameters.max_nodes
         self._store: Any = None  # a torch.distributed.Store; its stub lacks methods
@@ -99,6 +102,11 @@ class Rendezvous(RendezvousHandler):
         Raises:
             SystemExit: it has; the reason has been printed.
         """
+        if self.notice.endswith(_SAVED):  # the processes of this machine have saved, too, and are about to leave
+            self._waits_until = self._waits_until or time.monotonic() + _LEAVE
+            if time.monotonic() < self._waits_until:
+                return 0
+            raise SystemExit(PREEMPTED)
         if self.notice:
             print(f"hasten: {self.notice}; the processes of this machine are stopped.", file=sys.stderr, flush=True)
             raise SystemExit(1)
@@ -176,7 +184,7 @@ def main() -> None:
         run.main()
     except Preempted:
         for rendezvous in made:
-            rendezvous.tell(f"the processes on {socket.gethostname()} have saved and left", stopped=True)
+            rendezvous.tell(f"the processes on {socket.gethostname()}{_SAVED}", stopped=True)
         raise
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
