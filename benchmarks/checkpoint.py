@@ -290,6 +290,82 @@ def sharded4(library: str) -> dict[str, float]:
             shutil.rmtree(place)
 
 
+class Replicated:
+    """A model that DDP replicates and its optimizer after one step, or for the library "raw" tensors of the same size."""
+
+    def __init__(self, library: str) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        bare = torch.optim.AdamW(model.parameters())
+        self.accelerator: Any = None
+        optimizer: Any = bare
+        if library != RAW:
+            self.accelerator = importlib.import_module(library).Accelerator(cpu=True)
+            _, optimizer = self.accelerator.prepare(model, bare)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        moments = [bare.state[each][name] for each in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+        self.tensors = [tensor.detach() for tensor in (*model.parameters(), *moments)]
+
+
+def _written() -> int:
+    """Bytes that this process has written so far, to whatever file."""
+    line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
+    return int(line.split()[1])
+
+
+def replicated(library: str) -> dict[str, float]:
+    """Time on 2 ranks until both are done, over one process that writes and syncs the same bytes."""
+    state = Replicated(library)
+    place = _shared_place()
+    plain = Plain(state.tensors, place / "plain")
+
+    def ideal() -> None:
+        if dist.get_rank() == 0:
+            plain.save()
+        dist.barrier()
+
+    def save() -> None:
+        if state.accelerator is None:
+            return ideal()
+        state.accelerator.save_state(str(place / "state"))
+        return dist.barrier()
+
+    def remove() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for each in place.iterdir():
+                shutil.rmtree(each)
+        dist.barrier()
+
+    try:
+        saving = take_turns(ideal, save, TURNS, before=remove)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+    return {"replicated_save": saving.ratio, "replicated_save_s": saving.library_s}
+
+
+def replicated4(library: str) -> dict[str, float]:
+    """Bytes on 4 ranks."""
+    state = Replicated(library)
+    place = _shared_place()
+    try:
+        before = _written()
+        if state.accelerator is not None:
+            state.accelerator.save_state(str(place / "state"))
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([_written() - before]))
+        share = sum(tensor.nbytes for tensor in state.tensors) / dist.get_world_size()
+        return {"busiest_ddp": 1.0 if state.accelerator is None else max(count.item() for count in counts) / share}
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place)
+
+
 BENCHMARK = Benchmark(
     "benchmarks.checkpoint",
     "Checkpoint of an AdamW state of 0.403 GB",
@@ -305,6 +381,9 @@ BENCHMARK = Benchmark(
         Figure("sharded, 2 ranks: load_state over reading the shares", "sharded_load", 1.2),
         Figure("sharded, 2 ranks: bytes of the busiest rank over its share", "busiest_2", 1.05, 3),
         Figure("sharded, 4 ranks: bytes of the busiest rank over its share", "busiest_4", 1.05, 3),
+        Figure("replicated, 2 ranks: save_state to durable over one process's write + fsync", "replicated_save", 1.1),
+        Figure("replicated, 2 ranks: save_state to durable, s", "replicated_save_s"),
+        Figure("replicated, 4 ranks: bytes of the busiest rank over its share", "busiest_ddp", 1.05, 3),
         Figure("save_state(blocking=False) until it returns over copying in memory", "blocked", 1.2),
         Figure("save_state(blocking=False) until it returns, s", "blocked_s", None, 3),
         Figure(
@@ -315,6 +394,8 @@ BENCHMARK = Benchmark(
         Part("checkpoint", measure),
         Part("sharded", sharded, ranks=2),
         Part("sharded4", sharded4, ranks=4),
+        Part("replicated", replicated, ranks=2),
+        Part("replicated4", replicated4, ranks=4),
         Part("background", background),
         Part("background2", background2, ranks=2),
     ],

@@ -236,6 +236,8 @@ def test_copies_share_what_the_originals_share() -> None:
     copied["a"][0].fill_(7)
     assert bool((copied["a"][1][0] == 7).all())
     assert copied["d"] == {1, 2}
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    assert Staging().copied(state)._metadata == state._metadata  # type: ignore[attr-defined]
     assert copied["c"] is None
 
 

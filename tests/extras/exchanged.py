@@ -1,6 +1,6 @@
 """Trains, saves and goes on, or loads and goes on, in the library that is named.
 
-`exchanged.py LIBRARY save|load FOLDER [safetensors|bin|background]`
+`exchanged.py LIBRARY save|load FOLDER [safetensors|bin|background|shared]`
 
 Prints the losses of the steps after the checkpoint.
 """
@@ -42,6 +42,15 @@ class Counter:
         self.steps = state["steps"]
 
 
+def let_small_files_be_shared() -> None:
+    """As large ones are, by all processes."""
+    from hasten.checkpoint import shares
+    from hasten.weights import image
+
+    shares.LEAST, shares.UNIT = 1, 256
+    shares.LARGE = image.LARGE = 64
+
+
 def main(library: str, mode: str, folder: str, kind: str = "safetensors") -> None:
     module = importlib.import_module(library)
     utils = importlib.import_module(f"{library}.utils")
@@ -76,10 +85,12 @@ def main(library: str, mode: str, folder: str, kind: str = "safetensors") -> Non
 
     if mode == "save":
         epoch(False)
+        if kind == "shared":
+            let_small_files_be_shared()
         if kind == "background":
             accelerator.save_state(folder, blocking=False).result()
         else:
-            accelerator.save_state(folder, safe_serialization=kind == "safetensors")
+            accelerator.save_state(folder, safe_serialization=kind != "bin")
     else:
         accelerator.load_state(folder)
     epoch(True)

@@ -60,6 +60,12 @@ def test_a_run_goes_on_in_the_other_library(
         assert loaded["losses"] == pytest.approx(saved["losses"], abs=1e-6)
 
 
+def test_files_that_two_processes_write_together_are_read_by_accelerate(own: Any, tmp_path: Path) -> None:
+    run("hasten", "save", tmp_path / "ck", "shared", 2)
+    loaded = run("accelerate", "load", tmp_path / "ck", "safetensors", 2)
+    assert loaded["losses"] == pytest.approx(own("safetensors", 2)["losses"], abs=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_save_in_the_background_is_read_by_accelerate(ranks: int, own: Any, tmp_path: Path) -> None:
     run("hasten", "save", tmp_path / "ck", "background", ranks)

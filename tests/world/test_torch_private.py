@@ -150,6 +150,27 @@ def test_is_inside_elastic_agent(monkeypatch: pytest.MonkeyPatch):
     assert torch_private.is_inside_elastic_agent()
 
 
+def test_storages_that_pickle_meets_in_a_tensor():
+    import io
+    import pickle
+
+    met = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            storage = torch_private.storage_of(obj)
+            met.append(storage)
+            return None if storage is None else 0
+
+    tensor = torch.arange(5.0)
+    for item in ({"x": tensor}, tensor.untyped_storage()):
+        met.clear()
+        Pickler(io.BytesIO(), protocol=2).dump(item)
+        [found] = [each for each in met if each is not None]
+        assert found.data_ptr() == tensor.data_ptr()
+        assert found.nbytes() == 20
+
+
 def test_is_unscaled():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)

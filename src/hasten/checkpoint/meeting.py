@@ -9,9 +9,9 @@ adds its own files afterwards.
 
 Keys: `of/label/k` (the number of the k-th save of a label). Of save number n: `n/open` (by the main process: what is saved
 where), `n/joined` (how many others have joined), `n/gate/r` (whether rank r has joined, or came too late: who sets it first
-decides), `n/disk/r` (where rank r writes, on a disk that the main process does not see), `n/done/r` (rank r has written its
-files, or failed), `n/go` (all are done, or it is given up), `n/placed/r` (rank r has put the folder on its disk in place),
-`n/result`.
+decides), `n/disk/r` (where rank r writes, on a disk that the main process does not see), `n/shared` (whether the large files are
+written by all together), `n/done/r` (rank r has written its files, or failed), `n/go` (all are done, or it is given up),
+`n/placed/r` (rank r has put the folder on its disk in place), `n/result`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Calls:
         latest: the number of the latest save that this process took part in.
         joined: on the main process, how many others took part in the latest save of each kind.
         opened: on the main process, the keys of the saves that are not removed yet, oldest first.
+        shares: on the main process, whether others may write parts of its files.
     """
 
     number: Counter[str] = field(default_factory=Counter)
     latest: int = 0
     joined: dict[str, int] = field(default_factory=dict)
     opened: list[str] = field(default_factory=list)
+    shares: bool = True
 
     def count(self, label: str) -> int:
         """Count a save of a label; the how-manieth it is."""
@@ -84,6 +86,23 @@ class Meeting:
         self._set(f"of/{label}/{count}", self.number, numbered=False)
         self._calls.opened.append(f"of/{label}/{count}")
 
+    def has_company(self) -> bool:
+        """Whether somebody else takes part or can be expected to, and may write parts of the large files."""
+        expected, until = self._calls.joined.get(self._kind), time.monotonic() + SHORT_PATIENCE
+        while self._calls.shares and not (joined := self._add(f"{self.number}/joined", 0)):
+            if expected is not None or time.monotonic() > until:
+                return bool(expected)
+            time.sleep(0.005)
+        return self._calls.shares and bool(joined)
+
+    def write_alone(self) -> None:
+        """Share no files from the next save on."""
+        self._calls.shares = False
+
+    def announce(self, shared: bool) -> None:
+        """Say whether the large files are written by all together. What is said first counts."""
+        self._store.compare_set(self._key(f"{self.number}/shared"), "", json.dumps(shared))
+
     def assemble(self) -> list[int]:
         """Wait for the others as long as that makes sense, and say which ones take part."""
         others = range(1, self.world.size)
@@ -117,7 +136,7 @@ class Meeting:
         old = self.number - _KEPT
         if old > 0:
             self._store.delete_key(self._key(self._calls.opened.pop(0)))
-            for name in ("open", "joined", "go", "result"):
+            for name in ("open", "joined", "shared", "go", "result"):
                 self._store.delete_key(self._key(f"{old}/{name}"))
             for rank in range(1, self.world.size):
                 for name in ("gate", "done", "disk", "placed"):
@@ -137,6 +156,11 @@ class Meeting:
     def is_given_up(self) -> bool:
         """Whether the main process has given the save up already."""
         return bool(self._store.check([self._key(f"{self.number}/go")])) and self.may_go() is None
+
+    def is_shared(self) -> bool:
+        """Wait for the main process to say whether the large files are written by all together."""
+        self._await(f"{self.number}/shared", "write its part of a save")
+        return bool(self._get(f"{self.number}/shared"))
 
     def announce_disk(self, folder: str) -> None:
         """Say where this machine's processes write, as they do not see the main process's folder."""

@@ -15,6 +15,7 @@ from hasten.checkpoint.leftovers import open_temporary
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.checkpoint.meeting import Meeting
 from hasten.checkpoint.remote import RemoteFolder
+from hasten.checkpoint.shares import MainShare, MemberShare
 from hasten.weights.stream import Written
 from hasten.weights.write import FolderWriter
 from hasten.world.process import World
@@ -36,7 +37,7 @@ class Transaction:
         remote: the folder behind a URL that gets the files, if that is what is written; `target` is only a name then.
 
     The process that leads calls each of `before_commit` with the temporary folder when all files are there, and each of
-    `after_commit` with the final one.
+    `after_commit` with the final one. `share` is what this process may write of files that several write together.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Transaction:
         self.writer = FolderWriter(temporary)
         self.before_commit: list[Callable[[Path], object]] = []
         self.after_commit: list[Callable[[Any], object]] = []
+        self.share: MainShare | MemberShare | None = None
 
     @property
     def place(self) -> Any:
@@ -115,12 +117,14 @@ class Main:
             self.meeting.close(_told(0, error))
             raise
         self.transaction = Transaction(target, temporary, leads=True, is_main=True, remote=remote)
+        self.transaction.share = self.share = MainShare(self.meeting, temporary, world.size)
         self.meeting.open({"label": label, "target": str(target), "temporary": str(temporary)})
 
     def end(self, error: BaseException | None) -> None:
         """Finish the save; see `Role`."""
         problem = None if error is None else _told(0, error)
         try:
+            self.meeting.announce(False)  # unless more has been said
             if error is None:
                 problem = self._finish()
         except BaseException as failure:
@@ -144,6 +148,7 @@ class Main:
         for rank in others:
             if reports[rank]["error"] is not None:
                 return str(reports[rank]["error"])
+        self.transaction.writer.written |= self.share.complete(reports)
         ranks = [0, *others]
         with sending(self.transaction, self.is_stale, self.world.size, ranks) as sent:
             self.meeting.go(others)
@@ -201,7 +206,9 @@ class Member:
             leads = self.world.is_local_main and not _sees(main)
             return Transaction(target, open_temporary(target), leads=leads, is_main=False, remote=self.remote)
         if _sees(temporary):
-            return Transaction(target, temporary, leads=False, is_main=False, remote=self.remote)
+            opened = Transaction(target, temporary, leads=False, is_main=False, remote=self.remote)
+            opened.share = MemberShare(self.meeting, temporary, self.world.rank, self.world.size)
+            return opened
         if self.meeting.is_given_up():  # the folder is not elsewhere, but gone
             raise RuntimeError(_given_up(target, str(self.meeting.result())))
         self.disk = self.world.rank - self.world.local_rank
@@ -223,8 +230,9 @@ class Member:
         if self.transaction.leads:
             self._place()
         result = self.meeting.result()
-        if result is not None and error is None:
-            raise RuntimeError(_given_up(self.transaction.place, result))
+        gone = isinstance(error, FileNotFoundError) and not _sees(self.transaction.temporary)
+        if result is not None and (error is None or gone):
+            raise RuntimeError(_given_up(self.transaction.place, result)) from error
         if self.transaction.leads and result is None and self.transaction.remote is None:
             afterwards(self.transaction)
 
@@ -232,7 +240,9 @@ class Member:
         written = self.transaction.writer.written if error is None else {}
         files = {name: [file.size, *file.crc32] for name, file in written.items()}
         told = None if error is None else _told(self.world.rank, error)
-        self.meeting.report({"error": told, "disk": self.disk, "files": files})
+        share = self.transaction.share if error is None else None
+        shares = share.done if isinstance(share, MemberShare) else []
+        self.meeting.report({"error": told, "disk": self.disk, "files": files, "shares": shares})
 
     def _place(self) -> None:
         """Do for a disk of this machine what the main process does for its own."""

@@ -35,7 +35,7 @@ class Staging:
         if hasattr(state, "items") and hasattr(
             state, "copy"
         ):  # an ordered dictionary, which may have attributes of its own
-            shallow = state.copy()
+            shallow = copy.copy(state)
             for key, value in state.items():
                 shallow[key] = self.copied(value)
             return shallow

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from hasten.checkpoint import positions, random_states, sidecar, store
 from hasten.checkpoint.background import Saving
 from hasten.checkpoint.picture import Picture
 from hasten.checkpoint.roles import Transaction
+from hasten.checkpoint.shares import MainShare, MemberShare
+from hasten.weights.image import Image, safetensors_image, torch_image
 from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.names import without_shared
 from hasten.weights.read import load_model
@@ -119,6 +122,8 @@ def save(
         shared = writing.is_main or (writing.leads and save_on_each_node)
         if form is None:
             picture = _picture(writing, contents, world, shared, model_state, hooks)
+            if isinstance(writing.share, MemberShare):
+                picture = _lent(writing.share, picture, safe_serialization, copy=not blocking)
         else:
             picture = _divided_picture(writing, contents, world, shared, form, hooks)
         if blocking:
@@ -343,7 +348,36 @@ def _picture(
     for hook in hooks:
         hook(models, weights, str(writing.temporary))
     picture = _shared_picture(contents, weights) if shared else Picture()
+    if isinstance(writing.share, MemberShare):
+        picture.weights, picture.optimizers = list(weights), _known_states(contents.optimizers)
     return _with_own(picture, contents, world, shared)
+
+
+def _known_states(optimizers: Iterable[Any]) -> list[Any]:
+    """The states of optimizers on a process that need not have them: some have the whole of it on the main process only."""
+    try:
+        return [optimizer.state_dict() for optimizer in optimizers]
+    except Exception as error:
+        logger.debug("Not shared: %s", error)
+        return []
+
+
+def _lent(share: MemberShare, picture: Picture, safe: bool, copy: bool) -> Picture:
+    """Give the large states to this process's share; what is left of its picture."""
+    share.take(partial(_images, picture, safe), copy)
+    return replace(picture, weights=[], optimizers=[])
+
+
+def _images(picture: Picture, safe: bool) -> dict[str, Image]:
+    """The files of models and optimizers, as `_write_shared` writes them."""
+    weights = {
+        numbered(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, index): safetensors_image(without_shared(state)[0])
+        if safe
+        else torch_image(state)
+        for index, state in enumerate(picture.weights)
+    }
+    states = enumerate(picture.optimizers)
+    return weights | {numbered(OPTIMIZER_NAME, index): torch_image(state) for index, state in states}
 
 
 def _divided_picture(
@@ -418,22 +452,30 @@ def _write(writing: Transaction, picture: Picture, world: World, form: Form | No
         from hasten.checkpoint import sharded
 
         sharded.write(writing.writer, picture, form, safe, world)
-    _write_shared(writing.writer, picture, safe)
+    written: Collection[str] = ()
+    if form is None and isinstance(writing.share, MainShare):
+        written = writing.share.write(partial(_images, picture, safe))
+    _write_shared(writing.writer, picture, safe, written)
     for index, state in enumerate(picture.custom):
         writing.writer.save_torch(CUSTOM_NAME.format(index), state)
     random_states.write(writing.writer, world.rank, picture.random)
     positions.write(writing.writer, picture.positions, world.rank)
+    if form is None and isinstance(writing.share, MemberShare):
+        writing.share.write()  # last, since it waits for the main process
 
 
-def _write_shared(writer: FolderWriter, picture: Picture, safe: bool) -> None:
-    """What is the same on all processes."""
+def _write_shared(writer: FolderWriter, picture: Picture, safe: bool, written: Collection[str] = ()) -> None:
+    """What is the same on all processes, but for the models and optimizers whose files are written."""
     for index, state in enumerate(picture.weights):
+        if numbered(SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, index) in written:
+            continue
         if safe:
             writer.save_safetensors(numbered(SAFE_WEIGHTS_NAME, index), without_shared(state)[0])
         else:
             writer.save_torch(numbered(WEIGHTS_NAME, index), state)
     for index, state in enumerate(picture.optimizers):
-        writer.save_torch(numbered(OPTIMIZER_NAME, index), state)
+        if numbered(OPTIMIZER_NAME, index) not in written:
+            writer.save_torch(numbered(OPTIMIZER_NAME, index), state)
     for index, state in enumerate(picture.schedulers):
         writer.save_torch(numbered(SCHEDULER_NAME, index), state)
     if picture.scaler is not None:

@@ -35,11 +35,14 @@ class Written:
 
 
 class Workers:
-    """The threads that checksum and sync files in the background. Close them when the files are written."""
+    """The threads that checksum and sync files in the background. Close them when the files are written.
 
-    def __init__(self) -> None:
-        # Checksums are computed at about the speed of a disk, so a core of their own must be left to the writer.
-        self.sums = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) - 1)), "hasten-checksum")
+    Args:
+        spared: cores that are left to others. Checksums are computed at about the speed of a disk, so a writer needs one.
+    """
+
+    def __init__(self, spared: int = 1) -> None:
+        self.sums = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) - spared)), "hasten-checksum")
         self.syncs = ThreadPoolExecutor(2, "hasten-fsync")
         self._begin = self._told = time.monotonic()
         self._bytes = 0

@@ -84,8 +84,8 @@ class FolderWriter:
             OSError: the file can not be written.
         """
         if read is None:
-            _check(tensors)
-        header, order = _safetensors_header(tensors, {"format": "pt"} if metadata is None else metadata)
+            check_dense(tensors)
+        header, order = safetensors_header(tensors, {"format": "pt"} if metadata is None else metadata)
         read = tensors.__getitem__ if read is None else read
         with self.stream(name) as stream:
             if sys.byteorder == "big":
@@ -130,7 +130,8 @@ def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
-def _safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, list[str]]:
+def safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, list[str]]:
+    """What a safetensors file begins with, and the order in which the tensors follow."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     order = in_file_order(tensors)
     end = 0
@@ -143,7 +144,12 @@ def _safetensors_header(tensors: Mapping[str, torch.Tensor], metadata: dict[str,
     return struct.pack("<Q", len(text)) + text, order
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_dense(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise if a safetensors file can not hold these.
+
+    Raises:
+        TypeError: names the first value that is not a dense tensor, or of a type that the format does not know.
+    """
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"safetensors files hold tensors only, but {name!r} is a {type(tensor).__name__}.")

@@ -81,6 +81,13 @@ def is_inside_elastic_agent() -> bool:
     return dist.is_torchelastic_launched()
 
 
+def storage_of(item: Any) -> torch.UntypedStorage | None:
+    """The storage that something is that pickle meets inside a tensor; None for anything else."""
+    if isinstance(item, torch.storage.TypedStorage):
+        return item._untyped_storage
+    return item if isinstance(item, torch.UntypedStorage) else None
+
+
 def is_unscaled(scaler: Any, optimizer: Any) -> bool:
     """Whether a gradient scaler has unscaled an optimizer's gradients since its last update."""
     from torch.amp.grad_scaler import OptState
