@@ -109,3 +109,16 @@ def test_the_same_error_on_every_rank(tmp_path: Path) -> None:
         run_ranks(refused, 2, str(tmp_path))
     assert all("model.safetensors has changed" in text for text in caught.value.tracebacks.values())
     assert len(caught.value.tracebacks) == 2
+
+
+def test_calls_that_would_save_in_the_wrong_place(tmp_path):
+    one = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"save_state\(\) has no option 'bloking' \(did you mean 'blocking'\?\)"):
+        one.save_state(tmp_path, bloking=False)
+    with pytest.raises(ValueError, match="an empty name would be the current folder"):
+        one.save_state("")
+    with pytest.raises(ValueError, match=r"become a pathlib\.Path"):
+        one.save_state(Path("s3://bucket/x"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="which is a file: pass the folder"):
+        one.load_state(tmp_path / "file")

@@ -15,6 +15,7 @@ from hasten.checkpoint.remote import RemoteFolder, fetched, is_remote, spool
 from hasten.checkpoint.state import Contents
 from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.collectives.together import together
+from hasten.settings.values import nearest
 from hasten.weights import empty
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def save_state(
             "save_state() in the middle of an accumulation window: the gradients of its micro-batches so far are not part of a "
             "checkpoint, so a resumed run will differ. Save where `accelerator.sync_gradients` is true."
         )
+    _check_options(options, "save_state", ("safe_serialization", "blocking", "use_dcp"))
+    _check_place(session, output_dir, project)
     if project.save_on_each_node and is_remote(project.project_dir if output_dir is None else output_dir):
         raise ValueError(
             "save_on_each_node=True is for machines with disks of their own; a URL is one place for all of them."
@@ -101,6 +104,36 @@ def save_state(
         raise
     project.iteration = retention.number_of(saved.path if hasattr(saved, "path") else saved) + 1
     return _noted(session, saved)
+
+
+def _check_options(options: dict[str, Any], call: str, known: tuple[str, ...]) -> None:
+    """Refuse options that nothing would look at.
+
+    Raises:
+        TypeError: names the option, and those that there are.
+    """
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"{call}() has no option {unknown[0]!r}{nearest(unknown[0], known)}; it has {', '.join(known)}."
+        )
+
+
+def _check_place(session: Session, folder: PathLike | None, project: ProjectConfiguration) -> None:
+    """Refuse places where nobody would look for a checkpoint.
+
+    Raises:
+        ValueError: an empty name, or a URL of which every process has its own.
+    """
+    place = project.project_dir if folder is None or project.automatic_checkpoint_naming else folder
+    if folder is not None and not os.fspath(folder):
+        raise ValueError(
+            "save_state(''): an empty name would be the current folder. Pass a folder, or '.' if you mean that."
+        )
+    if session.world.size > 1 and is_remote(place) and RemoteFolder(os.fspath(place or "")).is_of_one_process:
+        raise ValueError(
+            f"{place}: each of the {session.world.size} processes has a memory of its own. Use a folder or a URL."
+        )
 
 
 def _noted(session: Session, saved: Any) -> Path | str | Saving:
@@ -213,7 +246,7 @@ def _chosen(
     """The checkpoint that is meant; with `checksums` one whose files have theirs, on every rank. From a URL it is fetched."""
     for folder in _offered(session, project, input_dir, fallback):
         with _here(folder, session) as local:
-            problem = _damage(session, local) if checksums else None
+            problem = _damage(session, local, folder) if checksums else None
             if problem is None:
                 yield local
                 return
@@ -236,6 +269,8 @@ def _offered(
     base: Any
     if input_dir is not None and (os.fspath(input_dir) != LATEST or Path(input_dir).is_dir()):
         folder: Any = RemoteFolder(os.fspath(input_dir)) if is_remote(input_dir) else Path(input_dir).expanduser()
+        if isinstance(folder, Path) and folder.is_file():
+            raise ValueError(f"Tried to load {folder}, which is a file: pass the folder of the checkpoint.")
         if isinstance(folder, Path) and not folder.is_dir():
             raise ValueError(f"Tried to find {folder} but folder does not exist")
         if fallback:
@@ -275,13 +310,13 @@ def _same_on_all(session: Session, offered: Iterator[Any], base: Any) -> Iterato
         yield RemoteFolder(told[0]) if isinstance(base, RemoteFolder) else base / told[0]
 
 
-def _damage(session: Session, folder: Path) -> str | None:
-    """What is wrong with a checkpoint for some rank, which is then wrong for all."""
+def _damage(session: Session, folder: Path, named: Any) -> str | None:
+    """What is wrong with a checkpoint for some rank, which is then wrong for all; messages call it as the user does."""
     problem = None
     try:
         state.verify(folder, session.world, checksums=True)
     except RuntimeError as error:
-        problem = str(error)
+        problem = str(error).replace(str(folder), str(named))
     return next((each for each in gather_object([problem], world=session.world) if each), None)
 
 
@@ -323,6 +358,8 @@ def save_model(
 def _send_model(session: Session, item: Any, remote: RemoteFolder, max_shard_size: int | str, safe: bool) -> None:
     """Write a model's weights to a URL; what is there is replaced file by file, the index last."""
     local = spool(remote.url)
+    if session.world.is_main:
+        shutil.rmtree(local, ignore_errors=True)
     save_model(session, item, local, max_shard_size, safe, each_node=False)
     if session.world.is_main:
         names = sorted(os.listdir(local), key=lambda name: name.endswith(".json"))

@@ -1,9 +1,10 @@
 from datetime import timedelta
+from pathlib import Path
 
 import fsspec
 import pytest
 
-from hasten.checkpoint import remote
+from hasten.checkpoint import leftovers, remote
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.checkpoint.remote import RemoteFolder, fetched, is_remote
 from hasten.weights.stream import Written
@@ -87,3 +88,48 @@ def test_what_is_damaged_or_not_there(base, tmp_path):
     assert not folder.is_complete()
     with pytest.raises(RuntimeError, match=rf"{folder.url}.*is damaged"):
         folder.manifest()
+
+
+def test_a_copy_that_a_killed_process_has_left_is_not_used(base, tmp_path):
+    folder = sent(base, tmp_path)  # without a manifest, as somebody else's
+    with fetched(folder, lambda name: True, PATIENCE) as local:
+        place = local.parent
+        kept = {path.name: path.read_bytes() for path in local.iterdir() if path.is_file()}
+    local.mkdir()
+    (place / f"user-{2**22 + 1}").touch()  # of a process that is no more
+    for name, content in kept.items():
+        (local / name).write_bytes(content)
+    (tmp_path / "local" / "a.bin").write_text("54321")
+    folder.send(tmp_path / "local", ["a.bin"])
+    with fetched(folder, lambda name: True, PATIENCE) as again:
+        assert again == local
+        assert (again / "a.bin").read_text() == "54321"
+    local.mkdir()
+    left = place.parent / "0123" / f".ck.partial-{leftovers._host()}.{2**22 + 1}.01234567"
+    left.mkdir(parents=True)
+    remote.tidy()
+    assert not local.exists()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("path", ["s3:/bucket/x", "gs:/bucket", "file:/x"])
+def test_a_url_that_has_become_a_path_is_refused(path):
+    with pytest.raises(ValueError, match=r"a URL that has become a pathlib\.Path"):
+        is_remote(Path(path))
+    assert not is_remote(Path("/x/s3:/y"))
+
+
+def test_what_can_not_be_reached():
+    with pytest.raises(ValueError, match=r"nosuch://x can not be reached: .*nosuch.*fsspec knows .*s3"):
+        RemoteFolder("nosuch://x")
+
+
+def test_errors_name_the_url(base, tmp_path):
+    folder = sent(base, tmp_path)
+
+    def fail() -> None:
+        with fetched(folder, lambda name: True, PATIENCE) as local:
+            raise RuntimeError(f"{local / 'a.bin'} is damaged")
+
+    with pytest.raises(RuntimeError, match=rf"^{folder.url}/a\.bin is damaged$"):
+        fail()

@@ -328,3 +328,12 @@ def test_what_is_not_loaded_is_told(tmp_path, caplog):
         load(tmp_path / "ck", fewer, ALONE)
     assert "optimizer_1.bin is not loaded: there are only 1 such objects now." in caplog.text
     assert "scheduler" not in caplog.text
+
+
+def test_an_optimizer_that_does_not_fit_is_named(tmp_path):
+    world = World()
+    model = torch.nn.Linear(2, 2)
+    state.save(tmp_path / "ck", Contents([model], [torch.optim.SGD(model.parameters(), 0.1)]), world)
+    other = torch.optim.SGD([model.weight], 0.1)
+    with pytest.raises(ValueError, match=r"optimizer\.bin does not fit optimizer number 0, a SGD: .*same order"):
+        state.load(tmp_path / "ck", Contents([model], [other]), world)

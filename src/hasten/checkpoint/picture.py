@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -32,3 +32,20 @@ class Picture:
     whole: bool = False
     random: dict[str, Any] = field(default_factory=dict)
     positions: dict[int, Any] = field(default_factory=dict)
+
+    def copied(self, safe: bool) -> Picture:
+        """The same in the memory of the host, which nothing changes any more.
+
+        Args:
+            safe: whole weights will be written as safetensors, which hold tensors only.
+        """
+        from hasten.checkpoint.staging import Staging
+
+        staging = Staging()
+        own_files = ("optimizers", "schedulers", "custom", *(() if safe else ("weights",)))
+        parts: dict[str, Any] = {name: [staging.for_file(state) for state in getattr(self, name)] for name in own_files}
+        parts["positions"] = {index: staging.for_file(state) for index, state in self.positions.items()}
+        for each in fields(self):
+            if each.name not in parts:
+                parts[each.name] = staging.copied(getattr(self, each.name))
+        return Picture(**parts)

@@ -13,23 +13,37 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from hasten.checkpoint.leftovers import remove_leftovers
 from hasten.checkpoint.manifest import MANIFEST, Manifest
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_FOLDED = re.compile(
+    r"(s3|s3a|gs|gcs|az|abfss?|adl|(web)?hdfs|hf|memory|file|https?|s?ftp|ssh|smb|dbfs|r2):[/\\](?![/\\])"
+)
 _AT_ONCE = 4  # files on their way
 _FETCHED = ".fetched"
 _USER = "user-"
+_COMMON = ("s3", "gs", "az", "abfs", "hf", "http", "https", "sftp", "hdfs", "file", "memory")
 _SENDING = ".hasten_sending"  # in a folder that is no checkpoint yet; one without it and a manifest is somebody else's
 
 
 def is_remote(path: Any) -> bool:
-    """Whether a path is a URL for fsspec."""
+    """Whether a path is a URL for fsspec.
+
+    Raises:
+        ValueError: it was one, before it became a `pathlib.Path`.
+    """
+    if isinstance(path, PurePath) and _FOLDED.match(str(path)):
+        raise ValueError(
+            f"{path} is a URL that has become a pathlib.Path, which makes one slash of two: it would be a folder on this disk. "
+            "Pass it as text."
+        )
     return isinstance(path, (str, os.PathLike)) and _URL.match(os.fspath(path)) is not None
 
 
@@ -41,7 +55,8 @@ class RemoteFolder:
         url: of the folder, e.g. "s3://bucket/run/checkpoint_3".
 
     Raises:
-        ImportError: fsspec, or what it needs for this kind of URL, is not installed; the message names it.
+        ImportError: what fsspec needs for this kind of URL is not installed; the message names it.
+        ValueError: fsspec knows no such kind of URL.
     """
 
     url: str
@@ -51,12 +66,23 @@ class RemoteFolder:
     def __post_init__(self) -> None:
         import fsspec
 
-        fs, root = fsspec.core.url_to_fs(self.url)
+        try:
+            fs, root = fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            raise ImportError(f"{self.url} can not be reached: {error}.") from error
+        except ValueError as error:
+            known = ", ".join(name for name in fsspec.available_protocols() if name in _COMMON)
+            raise ValueError(f"{self.url} can not be reached: {error}. fsspec knows {known} and others.") from error
         object.__setattr__(self, "_fs", fs)
         object.__setattr__(self, "_root", root.rstrip("/"))
 
     def __str__(self) -> str:
         return self.url
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether every process has such a place for itself."""
+        return "memory" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
 
     @property
     def name(self) -> str:
@@ -199,7 +225,22 @@ class RemoteFolder:
 def spool(url: str) -> Path:
     """Where a folder behind a URL is on this machine's disk while it is written: the same for all processes of a user."""
     digest = hashlib.blake2b(url.rstrip("/").encode(), digest_size=8).hexdigest()
+    tidy()
     return _spools() / digest / RemoteFolder(url).name
+
+
+def tidy() -> None:
+    """Remove what processes of this machine have left that were killed while they sent or fetched."""
+    import filelock
+
+    for place in _spools().iterdir():
+        if not place.name.endswith(_FETCHED):
+            remove_leftovers(place / "any")
+            continue
+        with suppress(filelock.Timeout, OSError), filelock.FileLock(place / "lock", timeout=0):
+            if not _users(place):
+                for copied in [each for each in place.iterdir() if each.is_dir()]:
+                    shutil.rmtree(copied, ignore_errors=True)
 
 
 @contextmanager
@@ -231,7 +272,11 @@ def fetched(folder: RemoteFolder, concerns: Callable[[str], bool], patience: tim
     lock = filelock.FileLock(local.parent / "lock", timeout=patience.total_seconds())
     try:
         with lock:
-            _users(local)
+            if not _users(
+                local.parent
+            ):  # whoever made this copy may have been killed, and the URL may hold something else now
+                shutil.rmtree(local, ignore_errors=True)
+                local.mkdir()
             folder.fetch(local, [name for name in wanted if not (local / name).exists()])
             (local.parent / f"{_USER}{os.getpid()}").touch()
     except filelock.Timeout as error:
@@ -241,18 +286,22 @@ def fetched(folder: RemoteFolder, concerns: Callable[[str], bool], patience: tim
         ) from error
     try:
         yield local
+    except (ValueError, RuntimeError, OSError) as error:  # the copy is gone when somebody reads this
+        if error.args and isinstance(error.args[0], str):
+            error.args = (error.args[0].replace(str(local), folder.url), *error.args[1:])
+        raise
     finally:
         with lock:
             (local.parent / f"{_USER}{os.getpid()}").unlink(missing_ok=True)
-            if not _users(local):
+            if not _users(local.parent):
                 shutil.rmtree(local, ignore_errors=True)
 
 
-def _users(local: Path) -> list[Path]:
+def _users(place: Path) -> list[Path]:
     """The marks of the processes that use a copy; those of processes that have died are removed."""
     import psutil
 
-    marks = list(local.parent.glob(f"{_USER}*"))
+    marks = list(place.glob(f"{_USER}*"))
     for mark in marks:
         if not psutil.pid_exists(int(mark.name.removeprefix(_USER))):
             mark.unlink(missing_ok=True)

@@ -183,7 +183,7 @@ class Member:
         self.meeting = Meeting(world)
         record, self.in_time = self.meeting.join(label)
         if "error" in record:
-            raise RuntimeError(_given_up(target, record["error"]))
+            raise RuntimeError(_given_up(remote or target, record["error"]))
         self.disk = 0  # the rank that puts the folder in place in which this process writes
         try:
             main = Path(record["target"])
@@ -200,7 +200,7 @@ class Member:
         if not self.in_time:
             error = self.meeting.result()
             if error is not None:
-                raise RuntimeError(_given_up(target, error))
+                raise RuntimeError(_given_up(self.remote or target, error))
             logger.info("Rank %d: the main process has saved %s alone; adding to it.", self.world.rank, target)
             commit.make_folder(target)
             leads = self.world.is_local_main and not _sees(main)
@@ -210,7 +210,7 @@ class Member:
             opened.share = MemberShare(self.meeting, temporary, self.world.rank, self.world.size)
             return opened
         if self.meeting.is_given_up():  # the folder is not elsewhere, but gone
-            raise RuntimeError(_given_up(target, str(self.meeting.result())))
+            raise RuntimeError(_given_up(self.remote or target, str(self.meeting.result())))
         self.disk = self.world.rank - self.world.local_rank
         if self.disk != self.world.rank:
             disk = Path(self.meeting.disk_of(self.disk))

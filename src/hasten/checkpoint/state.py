@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from hasten.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.weights.names import without_shared
 from hasten.weights.read import load_model
 from hasten.weights.torch_file import read_torch, read_torch_into
-from hasten.weights.write import FolderWriter
+from hasten.weights.write import FolderWriter, Serialized
 from hasten.world import process
 from hasten.world.process import World
 
@@ -129,7 +129,7 @@ def save(
         if blocking:
             _write(writing, picture, world, form, safe_serialization)
             return writing.place
-        picture, form, world = _staged(picture, form, world, f"{writing.place} was not saved")
+        picture, form, world = _staged(picture, form, world, safe_serialization, f"{writing.place} was not saved")
         opened = stack.pop_all()
 
     def finish() -> None:
@@ -375,9 +375,10 @@ def _images(picture: Picture, safe: bool) -> dict[str, Image]:
         if safe
         else torch_image(state)
         for index, state in enumerate(picture.weights)
+        if not isinstance(state, Serialized)
     }
-    states = enumerate(picture.optimizers)
-    return weights | {numbered(OPTIMIZER_NAME, index): torch_image(state) for index, state in states}
+    states = {numbered(OPTIMIZER_NAME, index): state for index, state in enumerate(picture.optimizers)}
+    return weights | {name: torch_image(state) for name, state in states.items() if not isinstance(state, Serialized)}
 
 
 def _divided_picture(
@@ -428,22 +429,17 @@ def _with_own(picture: Picture, contents: Contents, world: World, shared: bool) 
     return picture
 
 
-def _staged(picture: Picture, form: Form | None, world: World, what: str) -> tuple[Picture, Form | None, World]:
+def _staged(
+    picture: Picture, form: Form | None, world: World, safe: bool, what: str
+) -> tuple[Picture, Form | None, World]:
     """A copy that training does not change, and how it is written without meeting what training exchanges meanwhile."""
-    from hasten.checkpoint.staging import Staging
-
     if form is not None:
         from hasten.checkpoint import sharded
 
         if form is sharded.Form.FILES:
             picture = sharded.whole_picture(picture, world, what)
         world = sharded.world_of_background(form, world)
-    staging = Staging()
-    return (
-        replace(picture, **{each.name: staging.copied(getattr(picture, each.name)) for each in fields(picture)}),
-        form,
-        world,
-    )
+    return picture.copied(safe), form, world
 
 
 def _write(writing: Transaction, picture: Picture, world: World, form: Form | None, safe: bool) -> None:
@@ -558,7 +554,13 @@ def _read_optimizer(folder: Path, index: int, optimizer: Any, models: Sequence[A
         state = _read_state(_existing(folder, path.name, optimizer), optimizer, options)
         groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
         if not any(isinstance(name, str) for group in groups for name in group["params"]):
-            optimizer.load_state_dict(state)
+            try:
+                optimizer.load_state_dict(state)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} does not fit optimizer number {index}, a {type(optimizer).__name__}: {error}. Prepare the same optimizers "
+                    "over the same parameters, in the same order, as when the checkpoint was saved. Models have been loaded already."
+                ) from error
             return
     from hasten.checkpoint import sharded  # parameters are known by name
 

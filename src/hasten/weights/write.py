@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,11 +100,15 @@ class FolderWriter:
                 stream.write_tensor(read(key).detach().cpu().resolve_conj().contiguous())
 
     def save_torch(self, name: str, item: Any) -> None:
-        """Write an object with `torch.save`.
+        """Write an object with `torch.save`, or what `serialized` has made of one.
 
         Raises:
             OSError: the file can not be written.
         """
+        if isinstance(item, Serialized):
+            with self.stream(name) as stream:
+                stream.write(item.content)
+            return
         with self.stream(name, holding=item) as stream, without_zip_checksums():
             try:
                 torch.save(item, cast(Any, stream))
@@ -123,6 +129,21 @@ class FolderWriter:
         with open(path, "rb+" if os.name == "nt" else "rb") as file:
             os.fsync(file.fileno())
         return checksum_file(path, self._workers)
+
+
+@dataclass(frozen=True)
+class Serialized:
+    """What a file of `torch.save` holds."""
+
+    content: bytes
+
+
+def serialized(item: Any) -> Serialized:
+    """What `FolderWriter.save_torch` would write of an object, as it is now."""
+    buffer = io.BytesIO()
+    with without_zip_checksums():
+        torch.save(item, buffer)
+    return Serialized(buffer.getvalue())
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
