@@ -558,8 +558,9 @@ def _read_optimizer(folder: Path, index: int, optimizer: Any, models: Sequence[A
                 optimizer.load_state_dict(state)
             except ValueError as error:
                 raise ValueError(
-                    f"{path} does not fit optimizer number {index}, a {type(optimizer).__name__}: {error}. Prepare the same optimizers "
-                    "over the same parameters, in the same order, as when the checkpoint was saved. Models have been loaded already."
+                    f"{path} does not fit optimizer number {index}, a {type(optimizer).__name__}: {error}. Prepare the same "
+                    "optimizers over the same parameters, in the same order, as when the checkpoint was saved. Models have been "
+                    "loaded already."
                 ) from error
             return
     from hasten.checkpoint import sharded  # parameters are known by name
