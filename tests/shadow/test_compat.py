@@ -25,7 +25,12 @@ def test_the_home_page_says_what_it_is_a_drop_in_for():
 
 
 def test_every_console_script_can_be_called_without_arguments():
-    assert set(SCRIPTS) == {"accelerate", "accelerate-launch"}
+    assert set(SCRIPTS) == {
+        "accelerate",
+        "accelerate-launch",
+        "accelerate-estimate-memory",
+        "accelerate-merge-weights",
+    }
     for target in SCRIPTS.values():
         module, name = target.split(":")
         inspect.signature(getattr(import_module(module), name)).bind()

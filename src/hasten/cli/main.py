@@ -8,7 +8,11 @@ from importlib import import_module
 # command: one line of help. Each lives in the module of its name here (`-` is `_`), as `main(arguments) -> exit code`.
 COMMANDS = {
     "launch": "start a script on one process or many",
+    "test": "check on every process that a job with your settings works",
+    "env": "print versions, devices and settings, for a report of a problem",
+    "estimate-memory": "print how much memory a model needs to be loaded and trained",
     "merge-weights": "write one file of plain weights from a folder of shards",
+    "to-fsdp2": "rewrite a configuration file of FSDP version 1 for version 2",
     "settings": "print every setting with its flag, environment variable and file key, as Markdown",
 }
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 
-def main(arguments: list[str]) -> int:
-    """Write the file; returns the exit code."""
+def main(arguments: list[str] | None = None) -> int:
+    """Write the file; returns the exit code. By default the arguments are this process's own."""
     options = _parser().parse_args(arguments)
     from hasten.checkpoint.merge import merge_fsdp_weights
 

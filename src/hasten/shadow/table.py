@@ -123,6 +123,25 @@ _MEMORY = {
     "should_reduce_batch_size": "hasten.world.memory",
 }
 
+_COMMANDS = {
+    "env": {"hasten.cli.env": "env_command env_command_parser main"},
+    "estimate": {
+        "hasten.cli.estimate_memory": (
+            "add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command estimate_command_parser "
+            "estimate_training_usage gather_data main verify_on_hub"
+        )
+    },
+    "launch": {"hasten.cli.launch": "launch_command launch_command_parser"},
+    "merge": {"hasten.cli.merge_weights": "main"},
+    "test": {"hasten.cli.test": "main test_command test_command_parser"},
+    "to_fsdp2": {
+        "hasten.cli.to_fsdp2": (
+            "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2 load_config to_fsdp2_command "
+            "to_fsdp2_command_parser"
+        )
+    },
+}
+
 MODULES: dict[str, dict[str, str]] = {
     "accelerate": {
         "Accelerator": "hasten.accelerator",
@@ -167,4 +186,9 @@ MODULES: dict[str, dict[str, str]] = {
     "accelerate.utils.operations": _OPERATIONS,
     "accelerate.utils.random": _RANDOM,
     "accelerate.utils.dataclasses": _DATACLASSES,
+    "accelerate.commands": {},
+    **{
+        f"accelerate.commands.{module}": {name: home for home, names in homes.items() for name in names.split()}
+        for module, homes in _COMMANDS.items()
+    },
 }
