@@ -170,7 +170,8 @@ class Preemption:
         name = signal.Signals(number).name
         folder = self._save()
         if self._world.size > 1:
-            self._world.barrier("save_on_signal")  # who leaves first may take away what the others still need to end the save
+            # Who leaves first may take away what the others still need to end the save.
+            self._world.barrier("save_on_signal")
         if self._world.is_main:
             _logger.warning(
                 "%s has come after %d updates; saved in %s. Leaving with exit code %d, so that the job is started again.",
