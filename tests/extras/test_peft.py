@@ -7,8 +7,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from hasten.checkpoint.fsdp import load_fsdp_model, save_fsdp_model
 from tests.extras.models import LIMIT, adamw, alone, llama, loss_of, seeded, sharding, tokens, train
 from tests.ranks import run_ranks
 
@@ -90,3 +92,45 @@ def test_generation():
         assert (
             found == model.generate(input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=5).tolist()
         )
+
+
+def adapters_alone(folder: str) -> dict[str, Any]:
+    """Save the adapters of a sharded model by themselves, set them to zero, and load them."""
+    accelerator = sharding(state_dict_type="FULL_STATE_DICT")
+    plugin = accelerator.state.fsdp_plugin
+    model = seeded(lora)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    model = accelerator.prepare(model)
+    save_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.requires_grad:
+                each.zero_()
+    accelerator.wait_for_everyone()
+    missing, unexpected = load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    same = all(torch.equal(each.full_tensor(), before[name]) for name, each in model.named_parameters())
+    accelerator.save_state(f"{folder}/ck")  # and a whole last checkpoint
+    return {
+        "trained": trained,
+        "same": same,
+        "missing": sorted(missing) == sorted(set(before) - set(trained)),
+        "unexpected": list(unexpected),
+        "values": {name: before[name] for name in trained},
+    }
+
+
+def test_adapters_are_saved_and_loaded_by_themselves(tmp_path: Path):
+    results = run_ranks(adapters_alone, 2, str(tmp_path), timeout=LIMIT)
+    saved = torch.load(tmp_path / "pytorch_model_fsdp.bin", weights_only=True)
+    for found in results:
+        assert found["same"]
+        assert found["missing"]
+        assert found["unexpected"] == []
+    assert sorted(saved) == sorted(results[0]["trained"])
+    assert all("lora_A.default.weight" in name or "lora_B.default.weight" in name for name in saved)
+    for name, value in results[0]["values"].items():
+        assert type(saved[name]) is torch.Tensor
+        assert torch.equal(saved[name], value)
+    whole = load_file(tmp_path / "ck" / "pytorch_model_fsdp.safetensors")
+    assert all(torch.equal(whole[name], value) for name, value in saved.items())
