@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.checkpoint import files, model, retention, sidecar, state, store
+from hasten.checkpoint.contents import Contents, concerns
 from hasten.checkpoint.remote import RemoteFolder, fetched, is_remote, spool
-from hasten.checkpoint.state import Contents
 from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.collectives.together import together
 from hasten.settings.values import nearest
@@ -259,7 +259,7 @@ def _chosen(
 def _here(folder: Path | RemoteFolder, session: Session) -> AbstractContextManager[Path]:
     if isinstance(folder, Path):
         return nullcontext(folder)
-    return fetched(folder, lambda name: state.concerns(name, session.world.rank), session.world.patience)
+    return fetched(folder, lambda name: concerns(name, session.world.rank), session.world.patience)
 
 
 def _offered(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hasten.checkpoint import commit, sidecar, state, store
+from hasten.checkpoint.contents import Contents
 from hasten.checkpoint.remote import RemoteFolder
-from hasten.checkpoint.state import Contents
 from hasten.world.process import World
 
 logger = logging.getLogger(__name__)
