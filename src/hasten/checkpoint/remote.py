@@ -267,16 +267,15 @@ def fetched(folder: RemoteFolder, concerns: Callable[[str], bool], patience: tim
     identity = "plain" if manifest is None else manifest.identity
     digest = hashlib.blake2b(f"{folder.url} {identity}".encode(), digest_size=8).hexdigest()
     local = _spools() / f"{digest}{_FETCHED}" / folder.name
-    local.mkdir(parents=True, exist_ok=True)
+    local.parent.mkdir(parents=True, exist_ok=True)
     wanted = [name for name in sizes if concerns(name)]
     lock = filelock.FileLock(local.parent / "lock", timeout=patience.total_seconds())
     try:
         with lock:
-            if not _users(
-                local.parent
-            ):  # whoever made this copy may have been killed, and the URL may hold something else now
+            # Whoever made this copy may have been killed, and the URL may hold something else now.
+            if not _users(local.parent):
                 shutil.rmtree(local, ignore_errors=True)
-                local.mkdir()
+            local.mkdir(exist_ok=True)
             folder.fetch(local, [name for name in wanted if not (local / name).exists()])
             (local.parent / f"{_USER}{os.getpid()}").touch()
     except filelock.Timeout as error:
