@@ -7,6 +7,7 @@ Prints the losses of the steps after the checkpoint.
 
 import importlib
 import json
+import os
 import sys
 
 import torch
@@ -97,6 +98,9 @@ def main(library: str, mode: str, folder: str, kind: str = "safetensors") -> Non
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         print(json.dumps({"losses": losses, "steps": counter.steps, "rate": scheduler.get_last_lr()}), flush=True)
+    accelerator.wait_for_everyone()
+    if library == "accelerate":  # now and then its processes abort when their group ends: a thread of gloo is still running
+        os._exit(0)
     accelerator.end_training()
 
 
