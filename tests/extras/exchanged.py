@@ -99,7 +99,8 @@ def main(library: str, mode: str, folder: str, kind: str = "safetensors") -> Non
     if accelerator.is_main_process:
         print(json.dumps({"losses": losses, "steps": counter.steps, "rate": scheduler.get_last_lr()}), flush=True)
     accelerator.wait_for_everyone()
-    if library == "accelerate":  # now and then its processes abort when their group ends: a thread of gloo is still running
+    if library == "accelerate":
+        # Now and then its processes abort when their group ends: a thread of gloo is still running.
         os._exit(0)
     accelerator.end_training()
 
