@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,6 +90,10 @@ class Saving:
         finally:
             self._action = None  # with it goes the copy
             self._ended.set()
+
+    def __reduce__(self) -> Any:
+        # It belongs to this process. An Accelerator that is copied or unpickled elsewhere has none under way.
+        return type(None), ()
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self.done() else "under way"
