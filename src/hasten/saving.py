@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.checkpoint import files, model, retention, sidecar, state, store
 from hasten.checkpoint.contents import Contents, concerns
-from hasten.checkpoint.remote import RemoteFolder, fetched, is_remote, spool
+from hasten.checkpoint.remote import RemoteFolder, fetched, folder_of, is_remote, spool
 from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.collectives.together import together
 from hasten.settings.values import nearest
@@ -66,10 +66,6 @@ def save_state(
         )
     _check_options(options, "save_state", ("safe_serialization", "blocking", "use_dcp"))
     _check_place(session, output_dir, project)
-    if project.save_on_each_node and is_remote(project.project_dir if output_dir is None else output_dir):
-        raise ValueError(
-            "save_on_each_node=True is for machines with disks of their own; a URL is one place for all of them."
-        )
     for item in session.models:
         empty.check_values(session.engine.unwrap(item))
     more = {
@@ -84,8 +80,7 @@ def save_state(
                 "save_state() needs a folder: pass `output_dir`, or let checkpoints be named automatically with "
                 "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
             )
-        folder = output_dir if is_remote(output_dir) else Path(output_dir).expanduser()
-        saved = state.save(folder, contents_of(session), session.world, **more)
+        saved = state.save(output_dir, contents_of(session), session.world, **more)
         project.iteration += 1
         return _noted(session, saved)
     if output_dir is not None:
@@ -123,14 +118,21 @@ def _check_place(session: Session, folder: PathLike | None, project: ProjectConf
     """Refuse places where nobody would look for a checkpoint.
 
     Raises:
-        ValueError: an empty name, or a URL of which every process has its own.
+        ValueError: an empty name, a URL of which every process has its own, or one that each machine is to have of its own.
     """
     place = project.project_dir if folder is None or project.automatic_checkpoint_naming else folder
     if folder is not None and not os.fspath(folder):
         raise ValueError(
             "save_state(''): an empty name would be the current folder. Pass a folder, or '.' if you mean that."
         )
-    if session.world.size > 1 and is_remote(place) and RemoteFolder(os.fspath(place or "")).is_of_one_process:
+    remote = None if place is None else folder_of(place)
+    if not isinstance(remote, RemoteFolder):
+        return
+    if project.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True is for machines with disks of their own; a URL is one place for all of them."
+        )
+    if session.world.size > 1 and remote.is_of_one_process:
         raise ValueError(
             f"{place}: each of the {session.world.size} processes has a memory of its own. Use a folder or a URL."
         )
@@ -268,7 +270,7 @@ def _offered(
     """The checkpoint that is named, or the complete ones, the newest first."""
     base: Any
     if input_dir is not None and (os.fspath(input_dir) != LATEST or Path(input_dir).is_dir()):
-        folder: Any = RemoteFolder(os.fspath(input_dir)) if is_remote(input_dir) else Path(input_dir).expanduser()
+        folder: Any = folder_of(input_dir)
         if isinstance(folder, Path) and folder.is_file():
             raise ValueError(f"Tried to load {folder}, which is a file: pass the folder of the checkpoint.")
         if isinstance(folder, Path) and not folder.is_dir():
@@ -390,7 +392,7 @@ def _project_dir(project: ProjectConfiguration) -> Any:
         raise ValueError(
             "Automatic checkpoint naming needs the folder of the run: pass `project_dir` to Accelerator or ProjectConfiguration."
         )
-    return RemoteFolder(project.project_dir) if is_remote(project.project_dir) else Path(project.project_dir)
+    return folder_of(project.project_dir)
 
 
 def _default_location(session: Session) -> str | None:

@@ -222,6 +222,11 @@ class RemoteFolder:
                 done.result()
 
 
+def folder_of(path: str | os.PathLike[str]) -> Path | RemoteFolder:
+    """The folder that a path or a URL names."""
+    return RemoteFolder(os.fspath(path)) if is_remote(path) else Path(path).expanduser()
+
+
 def spool(url: str) -> Path:
     """Where a folder behind a URL is on this machine's disk while it is written: the same for all processes of a user."""
     digest = hashlib.blake2b(url.rstrip("/").encode(), digest_size=8).hexdigest()

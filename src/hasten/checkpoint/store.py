@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.checkpoint import commit, per_rank, roles, sidecar
 from hasten.checkpoint.manifest import MANIFEST, Manifest
-from hasten.checkpoint.remote import RemoteFolder, is_remote, spool
+from hasten.checkpoint.remote import RemoteFolder, folder_of, spool
 from hasten.world.process import World
 
 
@@ -44,8 +44,9 @@ def transaction(
         OSError: this process could not write, or the main process could not put the folder in place.
         RuntimeError: another process failed; the message names it. The old content is still there.
     """
-    remote = RemoteFolder(os.fspath(folder)) if is_remote(folder) else None
-    target = Path(folder).expanduser() if remote is None else spool(remote.url)
+    place = folder_of(folder)
+    remote = place if isinstance(place, RemoteFolder) else None
+    target = spool(place.url) if isinstance(place, RemoteFolder) else place
     label = (os.path.normpath(target) if remote is None else remote.url) if label is None else label
     role: roles.Role
     if topology is not None:
