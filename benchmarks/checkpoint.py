@@ -54,26 +54,33 @@ class Plain:
                     raise OSError(f"{self._folder}: short read")
 
 
-def measure(library: str) -> dict[str, float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    bare = optimizer
-    accelerator = None
-    if library != RAW:
-        accelerator = importlib.import_module(library).Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+class Whole:
+    """A model and its optimizer after one step, whole on each process, or for the library "raw" just these."""
 
-    def state() -> list[torch.Tensor]:
-        """Loading may put new tensors in the place of the optimizer's."""
-        parameters = list(model.parameters())
-        moments = [bare.state[each][name] for each in parameters for name in ("exp_avg", "exp_avg_sq")]
+    def __init__(self, library: str) -> None:
+        torch.manual_seed(0)
+        self._model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        self._bare = torch.optim.AdamW(self._model.parameters())
+        self.accelerator: Any = None
+        optimizer: Any = self._bare
+        if library != RAW:
+            self.accelerator = importlib.import_module(library).Accelerator(cpu=True)
+            _, optimizer = self.accelerator.prepare(self._model, self._bare)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """As they are now: loading may put new tensors in the place of the optimizer's."""
+        parameters = list(self._model.parameters())
+        moments = [self._bare.state[each][name] for each in parameters for name in ("exp_avg", "exp_avg_sq")]
         return [tensor.detach() for tensor in (*parameters, *moments)]
 
+
+def measure(library: str) -> dict[str, float]:
+    whole = Whole(library)
+    accelerator, state = whole.accelerator, whole.tensors
     tensors = state()
     expected = [tensor.clone() for tensor in tensors]
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DISK")) as place:
@@ -241,21 +248,9 @@ class Copies:
 
 def background(library: str) -> dict[str, float]:
     """How long save_state(blocking=False) blocks, over copying the tensors in memory; 1 process, whole models."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-    optimizer = bare = torch.optim.AdamW(model.parameters())
-    accelerator = None
-    if library != RAW:
-        accelerator = importlib.import_module(library).Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    tensors = [each.detach() for each in model.parameters()]
-    tensors += [bare.state[each][name] for each in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    whole = Whole(library)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DISK")) as place:
-        copies = Copies(accelerator, tensors, Path(place) / "state")
+        copies = Copies(whole.accelerator, whole.tensors(), Path(place) / "state")
         turns = take_turns(copies.copy, copies.begin, TURNS, before=copies.settle)
         copies.settle()
     return {"blocked": turns.ratio, "blocked_s": turns.library_s}
@@ -290,26 +285,6 @@ def sharded4(library: str) -> dict[str, float]:
             shutil.rmtree(place)
 
 
-class Replicated:
-    """A model that DDP replicates and its optimizer after one step, or for the library "raw" tensors of the same size."""
-
-    def __init__(self, library: str) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-        bare = torch.optim.AdamW(model.parameters())
-        self.accelerator: Any = None
-        optimizer: Any = bare
-        if library != RAW:
-            self.accelerator = importlib.import_module(library).Accelerator(cpu=True)
-            _, optimizer = self.accelerator.prepare(model, bare)
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        moments = [bare.state[each][name] for each in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
-        self.tensors = [tensor.detach() for tensor in (*model.parameters(), *moments)]
-
-
 def _written() -> int:
     """Bytes that this process has written so far, to whatever file."""
     line = next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
@@ -318,9 +293,9 @@ def _written() -> int:
 
 def replicated(library: str) -> dict[str, float]:
     """Time on 2 ranks until both are done, over one process that writes and syncs the same bytes."""
-    state = Replicated(library)
+    state = Whole(library)
     place = _shared_place()
-    plain = Plain(state.tensors, place / "plain")
+    plain = Plain(state.tensors(), place / "plain")
 
     def ideal() -> None:
         if dist.get_rank() == 0:
@@ -350,7 +325,7 @@ def replicated(library: str) -> dict[str, float]:
 
 def replicated4(library: str) -> dict[str, float]:
     """Bytes on 4 ranks."""
-    state = Replicated(library)
+    state = Whole(library)
     place = _shared_place()
     try:
         before = _written()
@@ -358,7 +333,7 @@ def replicated4(library: str) -> dict[str, float]:
             state.accelerator.save_state(str(place / "state"))
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, torch.tensor([_written() - before]))
-        share = sum(tensor.nbytes for tensor in state.tensors) / dist.get_world_size()
+        share = sum(tensor.nbytes for tensor in state.tensors()) / dist.get_world_size()
         return {"busiest_ddp": 1.0 if state.accelerator is None else max(count.item() for count in counts) / share}
     finally:
         dist.barrier()

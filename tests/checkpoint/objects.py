@@ -1,5 +1,6 @@
 """Small objects to save, and what is in them."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class Loader:
             raise ValueError("not a state of this loader")
         assert state["order"].item() == state["position"]
         self.position = state["position"]
+
+
+def flip(path: Path) -> None:
+    """Damage a file by one bit in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def make(value: int) -> Contents:

@@ -13,7 +13,7 @@ import pytest
 from hasten.checkpoint import retention, state, store
 from hasten.checkpoint.manifest import MANIFEST
 from hasten.world.process import World
-from tests.checkpoint.objects import make, same, values
+from tests.checkpoint.objects import flip, make, same, values
 from tests.ranks import run_ranks
 
 ALONE = World()
@@ -122,12 +122,6 @@ def test_permission_is_denied(locked):
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")

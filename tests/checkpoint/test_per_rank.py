@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hasten import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from hasten.checkpoint import retention, sharded, sidecar, store
 from tests.checkpoint import crash
+from tests.checkpoint.objects import flip
 from tests.checkpoint.test_sharded import EXACT, Run, compare, hybrid, on, train
 from tests.ranks import RankError, run_ranks
 
@@ -420,12 +421,6 @@ def refused(folder: str, **options: Any) -> str:
     with pytest.raises((RuntimeError, ValueError, FileNotFoundError)) as error:
         run.accelerator.load_state(folder, **options)
     return f"{type(error.value).__name__}: {error.value}"
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from hasten import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.checkpoint import store
+from tests.checkpoint.objects import Counter
 from tests.ranks import run_ranks
 
 WIDTH, WORDS, BATCH = 8, 10, 12
@@ -56,17 +57,6 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.02),  # works on whole matrices, each on one rank
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1),
 }
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 class Run:

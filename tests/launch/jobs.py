@@ -11,6 +11,25 @@ import psutil
 
 LIMIT = 60.0  # seconds after which a launch is hung
 
+# Trains for a long time, and saves when a signal comes; "up-RANK" says that it trains.
+PREEMPTIBLE = """
+import os, sys, time, torch, hasten
+torch.set_num_threads(1)
+project = hasten.ProjectConfiguration("run", automatic_checkpoint_naming=True, save_on_signal=("SIGTERM", "SIGUSR1"))
+accelerator = hasten.Accelerator(cpu=True, project_config=project)
+model = torch.nn.Linear(2, 1)
+loader = torch.utils.data.DataLoader(torch.ones(20000, 2), 1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+for number, batch in enumerate(loader):
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if number == 3:
+        with open(f"up-{accelerator.process_index}", "w") as file:
+            file.write("\\n")
+    time.sleep(0.005)
+"""
+
 
 class Jobs:
     """A folder for scripts, and launches in it."""

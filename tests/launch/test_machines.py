@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launch.jobs import LIMIT, Jobs
+from tests.launch.jobs import LIMIT, PREEMPTIBLE, Jobs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("unshare")),
@@ -111,28 +111,9 @@ def test_an_interrupt_ends_the_job_on_the_other_machine(jobs):
     assert f"{PREFIX}-1 was stopped by SIGINT" in at_main
 
 
-SAVED = """
-import os, sys, time, torch, hasten
-torch.set_num_threads(1)
-project = hasten.ProjectConfiguration("run", automatic_checkpoint_naming=True, save_on_signal=("SIGTERM", "SIGUSR1"))
-accelerator = hasten.Accelerator(cpu=True, project_config=project)
-model = torch.nn.Linear(2, 1)
-loader = torch.utils.data.DataLoader(torch.ones(20000, 2), 1)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-for number, batch in enumerate(loader):
-    accelerator.backward(model(batch).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    if number == 3:
-        with open(f"up-{accelerator.process_index}", "w") as file:
-            file.write("\\n")
-    time.sleep(0.005)
-"""
-
-
 @pytest.mark.parametrize(("name", "number"), [("SIGTERM", 1), ("SIGTERM", 0), ("SIGUSR1", 1)])
 def test_a_machine_that_is_taken_away_lets_all_save_and_leave(jobs, name, number):
-    script = jobs.script(SAVED)
+    script = jobs.script(PREEMPTIBLE)
     launches = [start(jobs, index, script) for index in (0, 1)]
     jobs.wait_for_files("up-*", 2)
     launches[number].send_signal(getattr(signal, name))

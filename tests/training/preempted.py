@@ -16,23 +16,11 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration
 from hasten.training import preemption
 from hasten.utils import set_seed
+from tests.checkpoint.objects import Counter
 from tests.plain import TinyDataset, loss_of
 
 SIGNALS = ("SIGTERM", "SIGUSR1")
 EPOCHS, SAMPLES, BATCH = 2, 40, 2
-
-
-class Count:
-    """How many micro-batches the loop has seen; it counts behind everything else."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 def net() -> nn.Module:
@@ -67,7 +55,7 @@ def train(
     first, second, adam, sgd, *schedules, loader, held_out = accelerator.prepare(
         *models, *optimizers, *schedules, loader, held_out
     )
-    count = Count()
+    count = Counter()  # it counts behind everything else
     set_seed(7, device_specific=True)
     accelerator.register_for_checkpointing(count)
     if os.path.isdir(os.path.join(folder, "checkpoints")):

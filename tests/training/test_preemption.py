@@ -17,7 +17,7 @@ from torch import nn
 from hasten import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from hasten.training import preemption
 from hasten.world.context import CONTEXT
-from tests.launch.jobs import LIMIT, Jobs
+from tests.launch.jobs import LIMIT, PREEMPTIBLE, Jobs
 from tests.plain import TinyMLP, loss_of, parts, sgd
 from tests.ranks import run_ranks
 from tests.training.preempted import BATCH, EPOCHS, SAMPLES, SIGNALS, train
@@ -101,25 +101,6 @@ def test_a_launched_job_leaves_with_75_and_a_new_launch_goes_on(jobs, options):
     assert goes_on == [losses for losses, _ in whole]
 
 
-ENDLESS = """
-import sys, time, torch, hasten
-torch.set_num_threads(1)
-project = hasten.ProjectConfiguration("run", automatic_checkpoint_naming=True, save_on_signal=("SIGTERM", "SIGUSR1"))
-accelerator = hasten.Accelerator(cpu=True, project_config=project)
-model = torch.nn.Linear(2, 1)
-loader = torch.utils.data.DataLoader(torch.ones(20000, 2), 1)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-for number, batch in enumerate(loader):
-    accelerator.backward(model(batch).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    if number == 3:
-        with open(f"up-{accelerator.process_index}", "w") as file:
-            file.write("\\n")
-    time.sleep(0.005)
-"""
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -132,7 +113,7 @@ for number, batch in enumerate(loader):
     ],
 )
 def test_a_signal_to_the_launcher_reaches_the_ranks(jobs, options, name):
-    job = jobs.start("--cpu", *options, jobs.script(ENDLESS))
+    job = jobs.start("--cpu", *options, jobs.script(PREEMPTIBLE))
     jobs.wait_for_files("up-*", int(options[1]))
     job.send_signal(getattr(signal, name))
     _, said = job.communicate(timeout=LIMIT)
