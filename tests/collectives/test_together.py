@@ -1,6 +1,6 @@
 import pytest
 
-from hasten.collectives.together import together
+from hasten.collectives.together import from_main, together
 from hasten.world import process
 from tests.ranks import run_ranks
 
@@ -30,3 +30,26 @@ def test_one_process_alone():
     assert together(None, "nothing was written", lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         together(None, "nothing was written", lambda: 1 // 0)
+
+
+def of_the_main(fails: bool) -> str:
+    rank = process.start(cpu=True).rank
+
+    def action() -> str:
+        assert rank == 0, "only the main process does it"
+        if fails:
+            raise KeyError("x")
+        return f"found by {rank}"
+
+    try:
+        return from_main(process.current(), "nothing was found", action)
+    except (KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_the_main_process_finds_is_known_to_all():
+    assert run_ranks(of_the_main, 3, False) == ["found by 0"] * 3
+    first, *others = run_ranks(of_the_main, 3, True)
+    assert first == "KeyError: 'x'"
+    assert others == ["RuntimeError: nothing was found: rank 0 failed with KeyError: 'x'"] * 2
+    assert from_main(None, "", lambda: 3) == 3

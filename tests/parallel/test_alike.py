@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin
 from hasten.parallel import alike
-from hasten.parallel.alike import Passes
 from hasten.world.agreement import DistributedOperationException
 from tests.parallel.test_units import Language
 from tests.ranks import run_ranks
@@ -244,9 +244,7 @@ def test_an_error_of_the_backend_says_where_the_model_was() -> None:
 
 
 def test_a_model_that_is_not_sharded_has_no_passes() -> None:
-    with alike.inside(nn.Linear(1, 1)):
-        pass
-    assert Passes.__doc__ is not None
+    assert isinstance(alike.inside(nn.Linear(1, 1)), nullcontext)
 
 
 # ---- plans ----

@@ -80,11 +80,11 @@ def test_long_files_are_synced_while_they_are_written(tmp_path, workers, monkeyp
     order, sync = [], os.fsync
     monkeypatch.setattr("os.fsync", lambda descriptor: (order.append("sync"), sync(descriptor)))
     with Stream(tmp_path / "f", workers) as file:
-        for _ in range(stream._SYNC_EVERY):
+        for _ in range(stream.SYNC_EVERY):
             file.write(b"x" * 100_000)
         file._syncs[0].result()
         order.append("written")
-    assert file.written.result().size == stream._SYNC_EVERY * 100_000
+    assert file.written.result().size == stream.SYNC_EVERY * 100_000
     assert order == ["sync", "written", "sync"]
 
 
@@ -100,12 +100,12 @@ def test_an_early_sync_that_fails_is_reported(tmp_path, workers, monkeypatch):
 
     monkeypatch.setattr("os.fsync", fails_once)
     with pytest.raises(OSError, match="Input/output"):
-        write(tmp_path / "f", workers, [b"x" * 100_000] * stream._SYNC_EVERY)
+        write(tmp_path / "f", workers, [b"x" * 100_000] * stream.SYNC_EVERY)
 
 
 def test_a_fast_writer_waits_for_the_checksums(tmp_path, workers, monkeypatch):
     monkeypatch.setattr(stream, "BLOCK", 100_000)
-    monkeypatch.setattr(stream, "_AHEAD", 2)
+    monkeypatch.setattr(stream, "AHEAD", 2)
     monkeypatch.setattr(workers, "sums", ThreadPoolExecutor(1))
     gate = threading.Event()
     workers.sums.submit(gate.wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -14,6 +14,8 @@ from hasten.checkpoint.dcp import Place, leaves
 from hasten.checkpoint.sources import Source
 
 _OWNERS = "owners"  # in a state: which process owns a parameter, by name
+K = TypeVar("K")  # a name, or a place in a nested state
+
 # What wrappers put into names: FSDP version 1, its activation checkpointing, and torch.compile.
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -40,9 +42,9 @@ def buffers(model: torch.nn.Module) -> list[str]:
     return [canonical(name) for name, _ in model.named_buffers(remove_duplicate=False)]
 
 
-def apart(held: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A state with each tensor once, and for other names of the same tensors the one that it is under."""
-    first: dict[int, str] = {}
+def apart(held: Mapping[K, Any]) -> tuple[dict[K, Any], dict[K, K]]:
+    """A state by name or place with each tensor once, and for other names of the same tensors the one that it is under."""
+    first: dict[int, K] = {}
     state, others = {}, {}
     for name, value in held.items():
         if isinstance(value, torch.Tensor) and id(value) in first:

@@ -53,14 +53,9 @@ def is_state_file(name: str) -> bool:
 
 
 def concerns(name: str, rank: int) -> bool:
-    """Whether a process reads a file of a checkpoint."""
-    return not _is_of_another_rank(name, rank)
-
-
-def _is_of_another_rank(name: str, rank: int) -> bool:
-    """Whether only another process reads this file: a thousand processes need not check a thousand such files each."""
+    """Whether a process reads a file of a checkpoint: a thousand processes need not look at a thousand such files each."""
     match = re.fullmatch(r"random_states_(\d+)\.pkl|.*_rank(\d+)\.bin", name)
-    return match is not None and rank != int(match[1] or match[2])
+    return match is None or rank == int(match[1] or match[2])
 
 
 def numbered(name: str, index: int) -> str:

@@ -23,7 +23,7 @@ from torch.futures import Future
 from hasten.checkpoint.dcp import Place
 from hasten.weights.memory import is_plain
 from hasten.weights.reads import Reads
-from hasten.weights.torch_file import read_torch
+from hasten.weights.torch_file import read_torch, start_of
 
 METADATA = ".metadata"
 
@@ -207,10 +207,10 @@ def _contiguous(part: _Part, itemsize: int) -> tuple[int, tuple[int, ...]] | Non
     try:
         with zipfile.ZipFile(part) as archive:
             records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
-        part.seek(_start_of(part, records["data.pkl"]))  # not by zipfile: the checksum there may be left out
+        part.seek(start_of(part, records["data.pkl"]))  # not by zipfile: the checksum there may be left out
         shape, stride = _Shape(io.BytesIO(part.read(records["data.pkl"].file_size))).load()
         data = records["data/0"]
-        start = _start_of(part, data)
+        start = start_of(part, data)
     except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, TypeError, ValueError, struct.error, EOFError):
         return None
     size = 1
@@ -221,12 +221,6 @@ def _contiguous(part: _Part, itemsize: int) -> tuple[int, tuple[int, ...]] | Non
     if data.file_size != size * itemsize or data.compress_type != zipfile.ZIP_STORED:
         return None
     return start, tuple(shape)
-
-
-def _start_of(part: _Part, record: zipfile.ZipInfo) -> int:
-    part.seek(record.header_offset + 26)
-    name, extra = struct.unpack("<HH", part.read(4))
-    return int(record.header_offset + 30 + name + extra)
 
 
 class _Shape(pickle.Unpickler):

@@ -20,7 +20,7 @@ from hasten.checkpoint.leftovers import remove_leftovers, temporary_name
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.roles import Transaction, afterwards, completed, discarding
 from hasten.checkpoint.sidecar import Sidecar, Topology
-from hasten.collectives.objects import broadcast_object_list
+from hasten.collectives.together import from_main
 from hasten.weights.stream import Written
 from hasten.world.process import World
 
@@ -146,22 +146,12 @@ def _take(file: Path, place: Path) -> bool:
 
 def _agree_on_run(target: Path, world: World, check: Callable[[Path], object]) -> str:
     """A name for the run that comes after those of earlier runs whose saves are in the folder."""
-    told: list[str | None] = [None, None]
-    problem: Exception | None = None
-    if world.is_main:
-        try:
-            check(target)
-            begun = time.time_ns()
-            for save in sidecar.saves(target)[:1]:
-                begun = max(begun, int(save.name.split("_")[2][:16], 16) + 1)
-            told[0] = f"{begun:016x}{secrets.token_hex(4)}"
-        except Exception as error:
-            problem = error
-            told[1] = f"rank 0 failed with {type(error).__name__}: {error}"
-    if world.size > 1:
-        broadcast_object_list(told, world=world)
-    if problem is not None:
-        raise problem
-    if told[0] is None:
-        raise RuntimeError(f"{target} was not saved: {told[1]}")
-    return told[0]
+
+    def name() -> str:
+        check(target)
+        begun = time.time_ns()
+        for save in sidecar.saves(target)[:1]:
+            begun = max(begun, int(save.name.split("_")[2][:16], 16) + 1)
+        return f"{begun:016x}{secrets.token_hex(4)}"
+
+    return from_main(world, f"{target} was not saved", name)

@@ -16,6 +16,7 @@ from hasten.checkpoint.manifest import MANIFEST, Manifest
 from hasten.checkpoint.meeting import Meeting
 from hasten.checkpoint.remote import RemoteFolder
 from hasten.checkpoint.shares import MainShare, MemberShare
+from hasten.collectives.together import in_words
 from hasten.weights.stream import Written
 from hasten.weights.write import FolderWriter
 from hasten.world.process import World
@@ -113,8 +114,8 @@ class Main:
             check(remote or target)
             temporary = open_temporary(target)
         except Exception as error:
-            self.meeting.open({"label": label, "error": _told(0, error)})
-            self.meeting.close(_told(0, error))
+            self.meeting.open({"label": label, "error": in_words(0, error)})
+            self.meeting.close(in_words(0, error))
             raise
         self.transaction = Transaction(target, temporary, leads=True, is_main=True, remote=remote)
         self.transaction.share = self.share = MainShare(self.meeting, temporary, world.size)
@@ -122,13 +123,13 @@ class Main:
 
     def end(self, error: BaseException | None) -> None:
         """Finish the save; see `Role`."""
-        problem = None if error is None else _told(0, error)
+        problem = None if error is None else in_words(0, error)
         try:
             self.meeting.announce(False)  # unless more has been said
             if error is None:
                 problem = self._finish()
         except BaseException as failure:
-            problem = _told(0, failure)
+            problem = in_words(0, failure)
             raise
         finally:
             if problem is not None:
@@ -239,7 +240,7 @@ class Member:
     def _report(self, error: BaseException | None) -> None:
         written = self.transaction.writer.written if error is None else {}
         files = {name: [file.size, *file.crc32] for name, file in written.items()}
-        told = None if error is None else _told(self.world.rank, error)
+        told = None if error is None else in_words(self.world.rank, error)
         share = self.transaction.share if error is None else None
         shares = share.done if isinstance(share, MemberShare) else []
         self.meeting.report({"error": told, "disk": self.disk, "files": files, "shares": shares})
@@ -259,7 +260,7 @@ class Member:
         except Exception as failure:
             error = failure
             discard(self.transaction)
-        self.meeting.report_placed(None if error is None else _told(self.world.rank, error))
+        self.meeting.report_placed(None if error is None else in_words(self.world.rank, error))
 
     def _add_late(self, error: BaseException | None) -> None:
         """Move files into a folder that is in its place already, each one whole."""
@@ -380,10 +381,6 @@ def discard(transaction: Transaction) -> None:
 
 def _files(report: dict[str, Any]) -> Files:
     return {name: Written(size, tuple(sums)) for name, (size, *sums) in report["files"].items()}
-
-
-def _told(rank: int, error: BaseException) -> str:
-    return f"rank {rank} failed with {type(error).__name__}: {error}"
 
 
 def _given_up(target: Any, problem: str) -> str:

@@ -74,7 +74,7 @@ def whole_picture(picture: Picture, world: World, what: str) -> Picture:
     """A picture whose divided states are whole on the main process, and empty on the others; every process calls it."""
 
     def gathered(state: dict[str, Any]) -> dict[str, Any]:
-        unique, others = apart_deep(state)
+        unique, others = by_name.apart(dict(leaves(state)))
         order = sorted(unique, key=str)
         whole: dict[Any, Any] = {}
 
@@ -92,19 +92,6 @@ def whole_picture(picture: Picture, world: World, what: str) -> Picture:
         divided_optimizers=[gathered(state) for state in picture.divided_optimizers],
         whole=True,
     )
-
-
-def apart_deep(state: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The values of a nested state by place, each tensor once, and for other places of the same tensor the first one."""
-    first: dict[int, Any] = {}
-    unique, others = {}, {}
-    for place, value in leaves(state):
-        if isinstance(value, torch.Tensor) and id(value) in first:
-            others[place] = first[id(value)]
-        else:
-            first[id(value)] = place
-            unique[place] = value
-    return unique, others
 
 
 def world_of_background(form: Form, world: World) -> World:

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import struct
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
@@ -31,15 +30,13 @@ from typing import Any, BinaryIO
 
 from hasten.checkpoint.meeting import Meeting
 from hasten.weights.image import LARGE, Image, Range
-from hasten.weights.stream import BLOCK, Workers, Written
+from hasten.weights.stream import AHEAD, BLOCK, SYNC_EVERY, Workers, Written, crc32_of
 
 logger = logging.getLogger(__name__)
 
 UNIT = 1 << 20
 LEAST = 32 << 20  # bytes; the main process writes less than that alone
 _PLAN = ".shares"
-_AHEAD = 16  # blocks that may wait for their checksum: copies from a device are in memory meanwhile
-_SYNC_EVERY = 4  # blocks
 
 Images = Mapping[str, Image]
 
@@ -281,9 +278,9 @@ def _write(folder: Path, images: Images, segments: Sequence[Segment], own: Itera
                     if segment in owned:
                         _write_at(file, segment.start, pieces)
                 waiting.append((block, workers.sums.submit(_checksums, parts)))
-                if len(waiting) > _AHEAD:
-                    waiting[-_AHEAD][1].result()
-                if number % _SYNC_EVERY == _SYNC_EVERY - 1 and all(sync.done() for sync in syncs):
+                if len(waiting) > AHEAD:
+                    waiting[-AHEAD][1].result()
+                if number % SYNC_EVERY == SYNC_EVERY - 1 and all(sync.done() for sync in syncs):
                     syncs.append(workers.syncs.submit(os.fsync, file.fileno()))  # the disk shall work meanwhile
             syncs.append(workers.syncs.submit(os.fsync, file.fileno()))
         for sync in syncs:
@@ -317,15 +314,9 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
 
 def _checksums(segments: Sequence[Sequence[memoryview]]) -> tuple[int, list[int]]:
     """CRC-32 of a block, and of each of the segments that make it up."""
-    whole = _crc32(segments[0])
+    whole = crc32_of(segments[0])
     found = [whole]
     for parts in segments[1:]:
-        whole = _crc32(parts, whole)
-        found.append(_crc32(parts))
+        whole = crc32_of(parts, whole)
+        found.append(crc32_of(parts))
     return whole, found
-
-
-def _crc32(parts: Iterable[memoryview], value: int = 0) -> int:
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value

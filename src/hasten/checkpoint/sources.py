@@ -7,7 +7,7 @@ nothing is read that no one wants, and whole states are never in memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ from hasten.checkpoint.dcp import Place, leaves
 from hasten.checkpoint.dcp_folder import METADATA, Folder, is_folder
 from hasten.checkpoint.own_file import OwnFile
 from hasten.collectives.objects import broadcast_object_list
-from hasten.collectives.together import together
+from hasten.collectives.together import from_main, together
 from hasten.collectives.wire import wire_of
 from hasten.weights.safe_file import SafeFile
 from hasten.weights.torch_file import read_torch
@@ -293,31 +293,12 @@ def look(folder: Path, wanted: Sequence[tuple[str, int]], world: World | None) -
     def find_all() -> list[tuple[str, str]]:
         return [_found(folder, kind, index, world) for kind, index in wanted]
 
-    told = find_all() if world is None or world.size == 1 else _from_main(find_all, folder, world)
+    told = from_main(world, f"{folder} can not be read", find_all)
     found = []
     for (kind, index), (how, name) in zip(wanted, told, strict=True):
         path = folder / name
         found.append(Found(how, path.with_name(rank_name(kind, index, rank)) if how == "ranks" else path, kind))
     return found
-
-
-def _from_main(action: Callable[[], T], folder: Path, world: World) -> T:
-    """What an action gives on the main process, on every process."""
-    outcome: Any = None
-    error: Exception | None = None
-    if world.is_main:
-        try:
-            outcome = action()
-        except Exception as problem:
-            error = problem
-    told: list[Any] = [outcome, None if error is None else f"rank 0 failed with {type(error).__name__}: {error}"]
-    broadcast_object_list(told, world=world)
-    if error is not None:
-        raise error
-    if told[1] is not None:
-        raise RuntimeError(f"{folder} can not be read: {told[1]}")
-    result: T = told[0]
-    return result
 
 
 def _own(folder: Path, kind: str, index: int, rank: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -38,8 +37,6 @@ from hasten.world.process import World
 
 if TYPE_CHECKING:
     from hasten.checkpoint.sharded import Form
-
-logger = logging.getLogger(__name__)
 
 
 def save(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hasten.collectives.objects import gather_object
+from hasten.collectives.objects import broadcast_object_list, gather_object
 from hasten.world.process import World
 
 T = TypeVar("T")
@@ -32,10 +32,45 @@ def together(world: World | None, what: str, action: Callable[[], T]) -> T:
         own = error
     if world is None or world.size == 1:
         return result
-    told = None if own is None else f"rank {world.rank} failed with {type(own).__name__}: {own}"
+    told = None if own is None else in_words(world.rank, own)
     problems = [text for text in gather_object([told], world=world) if text is not None]
     if own is not None:
         raise own
     if problems:
         raise RuntimeError(f"{what}: {problems[0]}")
     return result
+
+
+def from_main(world: World | None, what: str, action: Callable[[], T]) -> T:
+    """What the main process gets by doing something, on every process; one broadcast.
+
+    Args:
+        world: the processes; None for this one alone.
+        what: the beginning of the error's text.
+        action: what the main process does. The others must be able to load its result.
+
+    Raises:
+        RuntimeError: the action failed, on the other processes; on the main one its own error is raised as it is.
+    """
+    if world is None or world.size == 1:
+        return action()
+    told: list[Any] = [None, None]
+    own: Exception | None = None
+    if world.is_main:
+        try:
+            told[0] = action()
+        except Exception as error:
+            own = error
+            told[1] = in_words(0, error)
+    broadcast_object_list(told, world=world)
+    if own is not None:
+        raise own
+    if told[1] is not None:
+        raise RuntimeError(f"{what}: {told[1]}")
+    result: T = told[0]
+    return result
+
+
+def in_words(rank: int, error: BaseException) -> str:
+    """How the failure of one process is told to the others."""
+    return f"rank {rank} failed with {type(error).__name__}: {error}"

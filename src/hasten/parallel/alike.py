@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -215,8 +214,7 @@ class _Exchange:
         with torch.inference_mode(False):
             own = torch.tensor([zlib.crc32(repr(self.gathered).encode())], dtype=torch.int64, device=device)
             self._found = torch.empty(self.frames.size, dtype=torch.int64, device=device)
-        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        self._work = gather(self._found, own, group=self.frames.group, async_op=True)
+        self._work = self.frames.begin_gather(self._found, own)
         if device.type != "cpu":  # nobody waits for the device: what has arrived is looked at
             self._work.wait()
             self._found = torch.empty_like(self._found, device="cpu", pin_memory=True).copy_(

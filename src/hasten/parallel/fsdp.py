@@ -152,7 +152,8 @@ class FullyShardedDataParallelPlugin:
         if not given:  # what another plugin has told is not a setting of this one
             said = environment.get(setting, {BY_NAME[setting].env: export.said(setting) or ""})
             self.cpu_ram_efficient_loading = bool(said)
-        self.cpu_ram_efficient_loading = bool(self._flag("cpu_ram_efficient_loading"))
+        else:
+            self.cpu_ram_efficient_loading = bool(self._flag("cpu_ram_efficient_loading"))
         if given or export.is_told(setting):  # what reads the weights looks at the environment
             export.tell(setting, self.cpu_ram_efficient_loading)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import io
 import pickle
-import struct
 import sys
 import tempfile
 import zipfile
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from hasten.weights.memory import bytes_of
+from hasten.weights.torch_file import start_of
 from hasten.weights.write import check_dense, safetensors_header, without_zip_checksums
 from hasten.world import torch_private
 
@@ -185,8 +185,6 @@ def _places(file: BinaryIO) -> list[Range]:
     with zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if "/data/" in record.filename:
-                file.seek(record.header_offset + 26)
-                name, extra = struct.unpack("<HH", file.read(4))
-                start = record.header_offset + 30 + name + extra
+                start = start_of(file, record)
                 places.append((start, start + record.file_size))
     return places

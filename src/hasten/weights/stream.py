@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from hasten.weights.memory import bytes_of
 _logger = logging.getLogger(__name__)
 
 BLOCK = 16 << 20  # bytes under one checksum: several threads can share the work, and damage is located
-_AHEAD = 16  # blocks that may wait for their checksum
-_SYNC_EVERY = 4  # blocks
+AHEAD = 16  # blocks that may wait for their checksum
+SYNC_EVERY = 4  # blocks
 _TELL_S = 10.0  # between two lines of the log about a long save
 _SMALL = 1 << 16  # below this, collecting the bytes costs less than a call of the operating system for each piece
 
@@ -130,7 +130,7 @@ class Stream:
             self._append(view, steady=True)
             if self._lean:
                 self._parts = [bytes(part) for part in self._parts]  # less than a block
-                for future in self._sums[-_AHEAD:]:
+                for future in self._sums[-AHEAD:]:
                     future.result()
 
     def close(self) -> None:
@@ -165,13 +165,13 @@ class Stream:
     def _end_block(self) -> None:
         if not self._parts:
             return
-        if len(self._sums) >= _AHEAD:
+        if len(self._sums) >= AHEAD:
             # The pieces that wait for their checksum are in memory: a writer that is faster must wait for them.
-            self._sums[-_AHEAD].result()
-        self._sums.append(self._workers.sums.submit(_crc32, self._parts))
+            self._sums[-AHEAD].result()
+        self._sums.append(self._workers.sums.submit(crc32_of, self._parts))
         self._workers.wrote(self._filled, self._path)
         self._parts, self._filled = [], 0
-        if len(self._sums) % _SYNC_EVERY == 0 and all(future.done() for future in self._syncs):
+        if len(self._sums) % SYNC_EVERY == 0 and all(future.done() for future in self._syncs):
             # The disk shall work while there is more to write.
             self._syncs.append(self._workers.syncs.submit(os.fsync, self._file.fileno()))
 
@@ -194,8 +194,8 @@ class Stream:
         return place >= 0 and start + len(view) <= self._held[place][1]
 
 
-def _crc32(parts: list[Any]) -> int:
-    value = 0
+def crc32_of(parts: Iterable[Any], value: int = 0) -> int:
+    """CRC-32 of some pieces of memory, one after the other, going on from that of what was before."""
     for part in parts:
         value = zlib.crc32(part, value)
     return value

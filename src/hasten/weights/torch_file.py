@@ -161,10 +161,15 @@ def _record_offsets(path: Path) -> set[int]:
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for record in archive.infolist():
             if record.file_size and "/data/" in record.filename:
-                file.seek(record.header_offset + 26)
-                name, extra = struct.unpack("<HH", file.read(4))
-                offsets.add(record.header_offset + 30 + name + extra)
+                offsets.add(start_of(file, record))
     return offsets
+
+
+def start_of(file: Any, record: Any) -> int:
+    """Where the content of a record (a `zipfile.ZipInfo`) that is stored as it is begins in its file."""
+    file.seek(record.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.read(4))
+    return int(record.header_offset + 30 + name + extra)
 
 
 def _tensors(item: Any) -> Iterator[torch.Tensor]:

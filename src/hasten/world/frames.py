@@ -158,14 +158,15 @@ class Frames:
             RuntimeError: the process group has been ended.
             MissingProcessError: some process did not come.
         """
-        self.arrivals.wait(self._begin_gather(output, tensor, group))
+        self.arrivals.wait(self.begin_gather(output, tensor, group))
 
     def _begin_exchange(self) -> Any:
         if self.is_pair:  # this process's frame is in its row already
             return self._send_straight(1 - self.rank, 1 - self.rank, self.frame, self.frames[1 - self.rank])
-        return self._begin_gather(self.frames.view(-1), self.frame)
+        return self.begin_gather(self.frames.view(-1), self.frame)
 
-    def _begin_gather(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> Any:
+    def begin_gather(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> Any:
+        """Begin an all-gather, which the caller waits for; see `gather_into`."""
         self.world.check_alive()
         gather: Any = dist.all_gather_single if _SINGLE else dist.all_gather_into_tensor  # the latter before torch 2.13
         return gather(output, tensor, group=group or self.group, async_op=True)
